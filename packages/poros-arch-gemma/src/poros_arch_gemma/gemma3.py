@@ -1,0 +1,118 @@
+"""Gemma 3, text models: sliding and full layers with a rope table each, a scaled embedding, four norms a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from poros import Architecture, ParityCase, PublishedShape, Unsupported
+
+# 96 is no square: the embedding scale sqrt(96) is rounded to bf16, which shows when it isn't.
+TINY = {
+    "model_type": "gemma3_text",
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "sliding_window": 4,
+    "layer_types": [
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+
+def layer_kinds(config: Any) -> Sequence[str]:
+    """Sliding or full attention, layer by layer, as transformers derives it from the config."""
+    return tuple(config.layer_types)
+
+
+def final_softcap(config: Any) -> float | None:
+    """Gemma 3 has no cap by default, but its config may name one."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    return None if cap is None else float(cap)
+
+
+def _shape(
+    size: str, hidden: int, inner: int, layers: int, heads: int, kv: int, head_dim: int, window: int, parameters: int
+) -> PublishedShape:
+    return PublishedShape(
+        id=f"gemma3-{size}",
+        display_name=f"Gemma3-{size.upper()}",
+        config={
+            "model_type": "gemma3_text",
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv,
+            "head_dim": head_dim,
+            "query_pre_attn_scalar": 168 if size == "27b" else 256,
+            "vocab_size": 262144 if size in ("270m", "1b") else 262208,
+            "sliding_window": window,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32768 if size in ("270m", "1b") else 131072,
+        },
+        parameters=parameters,
+    )
+
+
+GEMMA3 = Architecture(
+    family="gemma3",
+    model_types=("gemma3_text",),
+    layer_kinds=layer_kinds,
+    final_softcap=final_softcap,
+    unsupported=(
+        Unsupported(
+            name="bidirectional attention",
+            applies=lambda config: bool(getattr(config, "use_bidirectional_attention", False)),
+            hint="such checkpoints are embedding models; Poros trains causal language models",
+        ),
+    ),
+    refused_model_types={
+        "gemma": "the first Gemma family",
+        "gemma2": "the second Gemma family",
+        "gemma3": "a multimodal checkpoint; only text checkpoints (gemma3_text) run for now",
+        "gemma3n": "the Gemma 3n family",
+    },
+    tiny_config=TINY,
+    parity_cases=(
+        ParityCase(name="sliding-and-full", quirk={"sliding_window": 256}),
+        ParityCase(
+            name="scaled-rope",
+            config={
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                }
+            },
+            quirk={
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                    "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                }
+            },
+        ),
+        ParityCase(name="untied", config={"tie_word_embeddings": False}),
+        ParityCase(name="soft-cap", config={"final_logit_softcapping": 1.0}, quirk={"final_logit_softcapping": None}),
+    ),
+    published=(
+        _shape("270m", 640, 2048, 18, 4, 1, 256, 512, 268_098_176),
+        _shape("1b", 1152, 6912, 26, 4, 1, 256, 512, 999_885_952),
+        _shape("4b", 2560, 10240, 34, 8, 4, 256, 1024, 3_880_263_168),
+        _shape("12b", 3840, 15360, 48, 16, 8, 256, 1024, 11_766_034_176),
+        _shape("27b", 5376, 21504, 62, 32, 16, 128, 1024, 27_009_346_304),
+    ),
+)

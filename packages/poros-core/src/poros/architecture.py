@@ -1,0 +1,111 @@
+"""What an architecture package contributes: one frozen `Architecture` value per model family.
+
+A family is data plus a proof. The data says where things are in the stock transformers model and which layers are
+alike; the proof is a set of parity cases, tiny configs in which each quirk of the family is made visible. Nothing here
+imports torch or transformers, so that listing the families costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+Config = Any
+"""A transformers text config: attribute access to the values of `config.json`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsupported:
+    """A kind of checkpoint that has the family's model type but can't be run.
+
+    Attributes:
+        name: What it is, as a user would call it ("mixture of experts").
+        applies: Whether a config describes such a checkpoint.
+        hint: What to do instead.
+    """
+
+    name: str
+    applies: Callable[[Config], bool]
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityCase:
+    """A tiny config on which streamed must equal stock, made so that one quirk of the family shows.
+
+    Attributes:
+        name: Short and unique within the family.
+        config: Values of the tiny `config.json` that differ from the family's tiny base config.
+        sequence_length: Tokens per row, long enough for the quirk (more than a sliding window, say).
+        quirk: Values that switch the quirk off; they must break parity with the case itself. Empty: no quirk.
+    """
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    sequence_length: int = 16
+    quirk: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedShape:
+    """The `config.json` values of a released size, enough to plan and to benchmark without a download.
+
+    Attributes:
+        id: Lower-case name used on the command line ("qwen2.5-32b").
+        display_name: The name on tables ("Qwen2.5-32B").
+        config: Values of `config.json`.
+        parameters: Published number of parameters of the text model, tied matrices counted once.
+    """
+
+    id: str
+    display_name: str
+    config: Mapping[str, Any]
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One model family.
+
+    Attributes:
+        family: Name of the family ("qwen2"), unique among the installed plugins.
+        model_types: The `model_type` values of `config.json` that belong to it.
+        decoder: Path of the text decoder inside the stock causal-LM class.
+        layers, norm, embedding: Names inside the decoder.
+        head: Path of the vocabulary projection inside the causal-LM class.
+        checkpoint_prefixes: What the decoder's tensors may be called in a checkpoint; the first that is found counts.
+        layer_kinds: Config -> the layer kind of each layer. Layers of one kind share module structure, byte layout
+            and call signature.
+        final_softcap: Config -> the cap on the final logits, or None.
+        side_inputs: Keyword arguments of a layer that differ from layer to layer (per-layer embeddings).
+        side_outputs: Values that one layer leaves for later layers (shared keys and values).
+        unsupported: What is refused, by name.
+        refused_model_types: Model types that are close to the family and refused by name: type -> what it is.
+        tiny_config: Values of a tiny `config.json` of the family, the base of every parity case.
+        parity_cases: The proof.
+        published: Released sizes.
+    """
+
+    family: str
+    model_types: Sequence[str]
+    decoder: str = "model"
+    layers: str = "layers"
+    norm: str = "norm"
+    embedding: str = "embed_tokens"
+    head: str = "lm_head"
+    checkpoint_prefixes: Sequence[str] = ("model.",)
+    layer_kinds: Callable[[Config], Sequence[str]]
+    final_softcap: Callable[[Config], float | None] = lambda config: None
+    side_inputs: Sequence[str] = ()
+    side_outputs: Sequence[str] = ()
+    unsupported: Sequence[Unsupported] = ()
+    refused_model_types: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    tiny_config: Mapping[str, Any]
+    parity_cases: Sequence[ParityCase]
+    published: Sequence[PublishedShape] = ()
+
+    def refusal(self, config: Config) -> Unsupported | None:
+        """The first entry of `unsupported` that applies to a config, or None when the config can be run."""
+        return next((item for item in self.unsupported if item.applies(config)), None)

@@ -1,0 +1,314 @@
+"""Filling a skeleton from a checkpoint: what each tensor of the files becomes, checked first and read afterwards.
+
+Checking needs only the headers of the files; reading goes tensor by tensor, so that the host holds the store and one
+tensor more, never a whole layer or model in 16 bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import bitsandbytes as bnb
+import torch
+from torch import Tensor, nn
+
+from poros.checkpoint.frozen import QUANT_STATE_TENSORS, FrozenTensor
+from poros.checkpoint.packing import Packing
+from poros.checkpoint.shards import Shards
+from poros.checkpoint.skeleton import COMPUTE_DTYPE, Skeleton
+from poros.errors import CheckpointError, UnsupportedError
+from poros.store.store import HostStore
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""dtypes in which a weight may be stored; all are read as bf16, as stock does when asked for bf16."""
+
+QUANT_STATE_KEY = "quant_state.bitsandbytes__nf4"
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Where each tensor of the model comes from, all of it checked against the files' headers.
+
+    Attributes:
+        packings: The layout of each layer; layers of one kind share one object.
+        layer_prefixes: Begin of the names of each layer's tensors in the files.
+        outside: Name in the model -> name in the files, for everything outside the layers.
+        tied: Names in the model that are another name for a tensor in `outside`.
+    """
+
+    packings: tuple[Packing, ...]
+    layer_prefixes: tuple[str, ...]
+    outside: dict[str, str]
+    tied: tuple[str, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each layer's slab."""
+        return [packing.nbytes for packing in self.packings]
+
+
+def four_bit_weights(shards: Shards) -> frozenset[str]:
+    """Names of the weights that are stored in 4 bit, recognised by their quant state and not by any list.
+
+    Raises:
+        UnsupportedError: weights are stored in FP4.
+    """
+    fp4 = next((name for name in shards.names if name.endswith("quant_state.bitsandbytes__fp4")), None)
+    if fp4 is not None:
+        raise UnsupportedError(
+            f"{fp4}: the checkpoint is in FP4", "Poros streams NF4; quantise the 16-bit model instead"
+        )
+    end = f".{QUANT_STATE_KEY}"
+    return frozenset(name.removesuffix(end) for name in shards.names if name.endswith(end))
+
+
+def make_packings(layers: Sequence[Sequence[FrozenTensor]], kinds: Sequence[str]) -> tuple[Packing, ...]:
+    """The packing of every layer, one object per layer kind.
+
+    Raises:
+        CheckpointError: layers of one kind differ in their frozen tensors, or there is not one kind per layer.
+    """
+    if len(kinds) != len(layers):
+        raise CheckpointError(f"the config has {len(kinds)} layer kinds for {len(layers)} layers")
+    by_kind: dict[str, tuple[int, Packing]] = {}
+    packings = []
+    for index, (places, kind) in enumerate(zip(layers, kinds, strict=True)):
+        tensors = [(place, place.get()) for place in places]
+        packing = Packing.of((place.name, tensor.dtype, tuple(tensor.shape)) for place, tensor in tensors)
+        first, known = by_kind.setdefault(kind, (index, packing))
+        if known != packing:
+            mine, theirs = set(packing.fields), set(known.fields)
+            names = sorted({field.name for field in mine ^ theirs})
+            raise CheckpointError(f"layers {first} and {index} are both {kind!r} but differ in {', '.join(names[:5])}")
+        packings.append(known)
+    return tuple(packings)
+
+
+def plan_reading(skeleton: Skeleton, shards: Shards, prefix: str, kinds: Sequence[str]) -> ReadPlan:
+    """Match the model's tensors with the files' tensors and check dtype and shape of each.
+
+    Args:
+        skeleton: The model to fill.
+        shards: The files.
+        prefix: Begin of the decoder's tensors in the files.
+        kinds: The layer kind of each layer.
+
+    Raises:
+        CheckpointError: with every missing, unexpected or misshapen tensor (the first few of many).
+    """
+    architecture = skeleton.architecture
+    packings = make_packings(skeleton.layers, kinds)
+    prefixes = tuple(f"{prefix}{architecture.layers}.{index}." for index in range(len(skeleton.layers)))
+    problems: list[str] = []
+    claimed: set[str] = set()
+    quantised = four_bit_weights(shards)
+    for layer_prefix, places in zip(prefixes, skeleton.layers, strict=True):
+        for place in places:
+            if not place.part:
+                _check_place(place, layer_prefix + place.name, shards, quantised, problems, claimed)
+
+    outside, tied = _outside(skeleton, shards, prefix, problems, claimed)
+    stray = [
+        name
+        for name in shards.names
+        if name not in claimed and name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")
+    ]
+    problems.extend(f"{name} is in the files, but the model has no such tensor" for name in stray)
+    if problems:
+        shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
+        raise CheckpointError(
+            "the checkpoint doesn't fit its config.json:\n" + "\n".join(f"  - {problem}" for problem in shown),
+            "check that config.json and the .safetensors files come from the same model",
+        )
+    return ReadPlan(packings, prefixes, outside, tied)
+
+
+def fill_outside(skeleton: Skeleton, shards: Shards, plan: ReadPlan, device: torch.device) -> None:
+    """Load what lies outside the layers (embedding, final norm, head) onto the device, in bf16; tie what is tied."""
+    for name, source in plan.outside.items():
+        path, _, attribute = name.rpartition(".")
+        module = skeleton.model.get_submodule(path)
+        value = shards.read(source).to(device=device, dtype=COMPUTE_DTYPE, copy=True)
+        if attribute in module._parameters:
+            module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+        else:
+            module._buffers[attribute] = value
+    if plan.tied:
+        skeleton.model.tie_weights()
+    left = [name for name, tensor in _state(skeleton.model) if tensor.device.type == "meta"]
+    if left:
+        raise CheckpointError(f"nothing in the checkpoint fills {', '.join(left[:5])}")
+
+
+def fill_store(
+    skeleton: Skeleton,
+    shards: Shards,
+    plan: ReadPlan,
+    store: HostStore,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """Quantise the layers one tensor at a time into the store.
+
+    Args:
+        skeleton: The model, for the names of its frozen tensors.
+        shards: The files.
+        plan: From `plan_reading`.
+        store: As large as the plan's sizes.
+        device: Where to quantise: the device on which stock would, so that codes and scales are the same.
+        progress: Told the bytes read.
+    """
+    total = shards.total_bytes
+    done = 0
+    quantised = four_bit_weights(shards)
+    for index, places in enumerate(skeleton.layers):
+        slab, packing, prefix = store.slab(index), plan.packings[index], plan.layer_prefixes[index]
+        for place in places:
+            if place.part:
+                continue
+            source = prefix + place.name
+            tensor = shards.read(source)
+            done += tensor.nbytes
+            if source in quantised:
+                packing.write(slab, place.name, tensor)
+                _write_parts(packing, slab, place.name, _stored_parts(shards, source))
+            elif _is_four_bit(place):
+                weight = bnb.nn.Params4bit(
+                    tensor.to(device=device, dtype=COMPUTE_DTYPE),
+                    requires_grad=False,
+                    compress_statistics=True,
+                    quant_type="nf4",
+                    quant_storage=place.get().dtype,
+                ).to(device)
+                packing.write(slab, place.name, weight.data)
+                _write_parts(packing, slab, place.name, state_tensors(weight.quant_state))
+            else:
+                packing.write(slab, place.name, tensor.to(place.get().dtype))
+            if progress is not None:
+                progress(done, total)
+
+
+def state_tensors(state: bnb.functional.QuantState) -> dict[str, Tensor]:
+    """The tensors of a nested quant state, by the names used in checkpoints."""
+    tensors = {}
+    for part, path in QUANT_STATE_TENSORS.items():
+        value = state
+        for step in path:
+            value = getattr(value, step)
+        tensors[part] = value
+    return tensors
+
+
+def _write_parts(packing: Packing, slab: Tensor, name: str, parts: dict[str, Tensor]) -> None:
+    for part, tensor in parts.items():
+        packing.write(slab, f"{name}.{part}", tensor)
+
+
+def _stored_parts(shards: Shards, source: str) -> dict[str, Tensor]:
+    stored = {key: shards.read(f"{source}.{key}") for key in (*STORED_PARTS, QUANT_STATE_KEY)}
+    return state_tensors(bnb.functional.QuantState.from_dict(stored, device=torch.device("cpu")))
+
+
+STORED_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+"""Tensors beside a 4-bit weight in a file; the offset is in the packed quant state."""
+
+
+def _is_four_bit(place: FrozenTensor) -> bool:
+    return isinstance(place.owner._parameters.get(place.attribute), bnb.nn.Params4bit)
+
+
+def _check_place(
+    place: FrozenTensor,
+    source: str,
+    shards: Shards,
+    quantised: frozenset[str],
+    problems: list[str],
+    claimed: set[str],
+) -> None:
+    if source not in shards:
+        problems.append(f"{source} is missing")
+        return
+    info = shards.info(source)
+    claimed.add(source)
+    expected = place.get()
+    shape = tuple(expected.shape)
+    if source in quantised:
+        parts = [f"{source}.{part}" for part in STORED_PARTS]
+        absent = [part for part in parts if part not in shards]
+        claimed.update(parts, [f"{source}.{QUANT_STATE_KEY}"])
+        if absent:
+            problems.append(f"{source} is in 4 bit, but {', '.join(absent)} is missing")
+        if info.dtype != expected.dtype or info.shape != shape:
+            problems.append(f"{source} is {info.dtype} {list(info.shape)}, expected {expected.dtype} {list(shape)}")
+        return
+    if any(f"{source}.{part}" in shards for part in STORED_PARTS):
+        problems.append(f"{source} has scales beside it but no {QUANT_STATE_KEY}")
+        return
+    if _is_four_bit(place):
+        owner = place.owner
+        shape = (int(owner.out_features), int(owner.in_features))  # type: ignore[arg-type]
+    if info.shape != shape:
+        problems.append(f"{source} has shape {list(info.shape)}, expected {list(shape)}")
+    if info.dtype not in FLOATS and expected.dtype.is_floating_point:
+        problems.append(f"{source} is {info.dtype}, expected one of bfloat16, float16, float32")
+
+
+def _outside(
+    skeleton: Skeleton, shards: Shards, prefix: str, problems: list[str], claimed: set[str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Match what lies outside the layers. A tied head may be absent from the files; an untied one may not."""
+    architecture = skeleton.architecture
+    inside = f"{architecture.decoder}.{architecture.layers}."
+    head = f"{architecture.head}.weight"
+    embedding = f"{architecture.decoder}.{architecture.embedding}.weight"
+    is_tied = bool(getattr(skeleton.model.config.get_text_config(), "tie_word_embeddings", False))
+    outside: dict[str, str] = {}
+    for name, tensor in _state(skeleton.model):
+        if name.startswith(inside) or (name == head and is_tied):
+            continue
+        source = (
+            prefix + name.removeprefix(f"{architecture.decoder}.") if name.startswith(architecture.decoder) else name
+        )
+        if source not in shards:
+            why = " (the config says that head and embedding are not tied)" if name == head else ""
+            problems.append(f"{source} is missing{why}")
+            continue
+        claimed.add(source)
+        info = shards.info(source)
+        if info.shape != tuple(tensor.shape):
+            problems.append(f"{source} has shape {list(info.shape)}, expected {list(tensor.shape)}")
+        if info.dtype not in FLOATS:
+            problems.append(f"{source} is {info.dtype}, expected one of bfloat16, float16, float32")
+        outside[name] = source
+    if is_tied and head in shards and embedding in outside and not _equal(shards, head, outside[embedding]):
+        problems.append(
+            f"{head} is in the files and differs from the embedding, but the config says that the two are tied"
+        )
+    return outside, ((head,) if is_tied else ())
+
+
+def _equal(shards: Shards, one: str, other: str) -> bool:
+    first, second = shards.info(one), shards.info(other)
+    return (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and torch.equal(shards.read(one), shards.read(other))
+    )
+
+
+def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers by name, a shared one under each of its names."""
+    entries: list[tuple[str, Tensor]] = []
+    for path, module in model.named_modules():
+        dot = f"{path}." if path else ""
+        entries += [(dot + name, p) for name, p in module._parameters.items() if p is not None]
+        entries += [
+            (dot + name, b)
+            for name, b in module._buffers.items()
+            if b is not None and name not in module._non_persistent_buffers_set
+        ]
+    return entries

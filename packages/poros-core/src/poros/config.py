@@ -1,0 +1,215 @@
+"""The configuration of a run: frozen pydantic models, read from YAML, `--set a.b=c` and flags.
+
+Every problem of a config is reported at once. Values are checked where they are written, so a run that starts has a
+config that makes sense; what depends on the model or the data is checked by whoever reads those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from poros.errors import ConfigError
+
+AttentionPath = Literal["math", "fused", "default"]
+"""`math`: deterministic algorithms, math attention only. `fused`: deterministic algorithms, fused kernels left on.
+`default`: torch as it comes, where stock itself may not repeat."""
+
+Tier = Literal["auto", "pinned", "pageable"]
+"""Where the HostStore lives: page-locked host memory, ordinary host memory, or whichever suits the device."""
+
+
+class Part(BaseModel):
+    """A part of a config: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Part):
+    """Which checkpoint."""
+
+    path: str = Field(description="a local directory in Hugging Face format, or a hub id")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+
+
+class DataConfig(Part):
+    """Which rows, and how they become tokens."""
+
+    path: str = Field(description="a .jsonl or .json file, or the name of a dataset")
+    split: str = Field("train", description="split of a named dataset")
+    format: Literal["auto", "chat", "completion", "text"] = Field(
+        "auto", description="chat: `messages`; completion: `prompt` and `completion`; text: `text`"
+    )
+    max_length: PositiveInt = Field(1024, description="longest row in tokens; longer rows lose their end")
+    eval_path: str | None = Field(None, description="rows to evaluate on, read as `path` is")
+    chat_template: str | None = Field(None, description="a Jinja file to use in place of the tokenizer's own template")
+    pad_to_multiple_of: PositiveInt = Field(8, description="rows of a batch are padded to a multiple of this")
+
+
+class LoraPart(Part):
+    """The adapters, in the words of peft's `LoraConfig`."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="names of the linear layers to adapt, within the decoder layers"
+    )
+
+    @model_validator(mode="after")
+    def _some_target(self) -> LoraPart:
+        if not self.targets:
+            raise ValueError("targets is empty: name at least one linear layer, or say all-linear")
+        return self
+
+
+class TrainingConfig(Part):
+    """The optimizer loop, in the words of `transformers.TrainingArguments`."""
+
+    steps: PositiveInt | None = Field(None, description="optimizer steps; overrides epochs")
+    epochs: Annotated[float, Field(gt=0.0)] = 1.0
+    batch_size: PositiveInt = Field(1, description="rows per micro-batch")
+    accumulation: PositiveInt = Field(1, description="micro-batches per optimizer step")
+    learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
+    schedule: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    attention: AttentionPath = "fused"
+    log_every: PositiveInt = Field(1, description="optimizer steps between two points of the loss curve")
+    save_every: PositiveInt | None = Field(None, description="optimizer steps between two checkpoints; none by default")
+    keep_checkpoints: PositiveInt = Field(2, description="how many checkpoints stay on disk")
+
+
+class StreamConfig(Part):
+    """How the base streams."""
+
+    block_size: PositiveInt = Field(1, description="consecutive decoder layers that travel together")
+    slots: Annotated[int, Field(ge=1)] = Field(2, description="device buffers, each of one block")
+    tier: Tier = "auto"
+
+
+class RunConfig(Part):
+    """A whole training run."""
+
+    model: ModelConfig
+    data: DataConfig
+    out: str = Field(description="folder for the adapter, the receipt and the loss curve")
+    overwrite: bool = Field(False, description="replace what is in `out`")
+    resume: bool = Field(False, description="go on from the newest complete checkpoint in `out`")
+    lora: LoraPart = LoraPart()
+    training: TrainingConfig = TrainingConfig()
+    stream: StreamConfig = StreamConfig()
+
+    @property
+    def hash(self) -> str:
+        """A short hash of every value, the same for equal configs."""
+        return hash_of(self.model_dump(mode="json"))
+
+
+def hash_of(value: Any) -> str:
+    """Sixteen hex digits of the SHA-256 of a JSON value with sorted keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    assignments: Iterable[str] = (),
+) -> RunConfig:
+    """Read a run's config.
+
+    Args:
+        path: A YAML file, or None to start from nothing.
+        overrides: Dotted key -> value, from named flags; None values are left out.
+        assignments: `a.b=c` strings, the value in YAML.
+
+    Raises:
+        ConfigError: with every problem found, each with its dotted key.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        values = read_yaml(Path(path))
+    problems: list[str] = []
+    for text in assignments:
+        key, separator, raw = text.partition("=")
+        if not separator or not key.strip():
+            problems.append(f"--set {text}: expected a.b=value")
+            continue
+        try:
+            value = yaml.safe_load(raw)
+        except yaml.YAMLError as error:
+            problems.append(f"--set {text}: the value is not YAML: {_one_line(error)}")
+            continue
+        problems.extend(_assign(values, key.strip(), value))
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            problems.extend(_assign(values, key, value))
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        problems.extend(describe_problems(error))
+        config = None
+    if problems or config is None:
+        where = f" in {path}" if path is not None else ""
+        raise ConfigError(
+            f"{len(problems)} problem{'s' if len(problems) != 1 else ''} with the configuration{where}:\n"
+            + "\n".join(f"  - {problem}" for problem in problems),
+            "the keys are listed by `poros train --help` and in docs/configuration.md",
+        )
+    return config
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping.
+
+    Raises:
+        ConfigError: the file can't be read, isn't YAML, or isn't a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read the config file {path}: {_one_line(error)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {_one_line(error)}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}, not a mapping of keys to values")
+    return values
+
+
+def describe_problems(error: ValidationError) -> list[str]:
+    """Each problem of a validation error as one line that starts with the dotted key."""
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(step) for step in problem["loc"]) or "config"
+        message = {"missing": "is required", "extra_forbidden": "is not a known key"}.get(problem["type"])
+        if message is None:
+            message = f"{problem['msg']} (got {problem['input']!r})"
+        lines.append(f"{key}: {message}")
+    return lines
+
+
+def _assign(values: dict[str, Any], dotted: str, value: Any) -> list[str]:
+    """Set a dotted key in nested mappings; returns what is wrong with that, if anything."""
+    *path, last = dotted.split(".")
+    here = values
+    for step in path:
+        inner = here.setdefault(step, {})
+        if not isinstance(inner, dict):
+            return [f"{dotted}: {step} holds a value, not a part with keys"]
+        here = inner
+    here[last] = value
+    return []
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,59 @@
+"""Adapters: which ones stream, and whether all of them learn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from poros.config import LoraPart
+from poros.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal")
+"""Initialisations that look at shapes only. The others read the base weights, which aren't there yet."""
+
+_REFUSED = {
+    "use_dora": "DoRA needs the norms of the base weights",
+    "modules_to_save": "modules_to_save trains whole base modules",
+    "trainable_token_indices": "trainable_token_indices trains rows of the embedding",
+    "layer_replication": "layer_replication makes one layer's weights serve several layers",
+    "target_parameters": "target_parameters adapts bare parameters",
+}
+
+
+def check_lora(config: LoraConfig) -> None:
+    """Refuse, by name and before anything is loaded, what can't be trained exactly over a streamed base.
+
+    Raises:
+        UnsupportedError: for anything but plain LoRA on linear layers.
+    """
+    kind = type(config).__name__
+    if kind != "LoraConfig":
+        raise UnsupportedError(f"{kind} adapters are not supported", "use peft.LoraConfig")
+    values: dict[str, Any] = vars(config)
+    for name, why in _REFUSED.items():
+        if values.get(name):
+            raise UnsupportedError(f"LoraConfig({name}=...) is not supported: {why}", f"leave {name} out")
+    if values.get("bias", "none") != "none":
+        raise UnsupportedError(
+            f"LoraConfig(bias={config.bias!r}) is not supported: it trains biases of the base", "use bias='none'"
+        )
+    if values.get("init_lora_weights", True) not in _PLAIN_INITS:
+        raise UnsupportedError(
+            f"LoraConfig(init_lora_weights={config.init_lora_weights!r}) is not supported: it reads the base weights",
+            f"use one of {', '.join(map(repr, _PLAIN_INITS))}",
+        )
+
+
+def lora_config(part: LoraPart) -> LoraConfig:
+    """The peft config for the `lora` part of a run's config."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=part.rank,
+        lora_alpha=part.alpha,
+        lora_dropout=part.dropout,
+        target_modules=part.targets if part.targets == "all-linear" else list(part.targets),
+        task_type="CAUSAL_LM",
+    )

@@ -1,0 +1,238 @@
+"""Making a model stream: the engine, and `poros.attach`.
+
+The only thing that changes in the model is its text decoder, whose class becomes a subclass with another `forward` (as
+FSDP2 does it). That forward runs the stock one as a prologue, streams the blocks, and hands the finished hidden states
+back through the decoder's own final norm and output object. Head, soft-cap and loss are the stock causal-LM class's,
+which never notices. Module tree and parameter names stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from poros.checkpoint.frozen import FrozenTensor, frozen_tensors
+from poros.checkpoint.packing import Packing
+from poros.checkpoint.reader import make_packings
+from poros.checkpoint.skeleton import placeholder
+from poros.config import StreamConfig
+from poros.engine.block import run_block
+from poros.engine.executor import EagerExecutor
+from poros.engine.parts import DecoderParts, causal_lm
+from poros.engine.prologue import Recording
+from poros.engine.template import Template
+from poros.errors import StreamError, UnsupportedError
+from poros.plugins import Plugins, load_plugins
+from poros.store.store import HostStore
+from poros.store.tiers import make_store
+from poros.stream.slots import make_slots
+from poros.stream.streamer import Streamer
+from poros.stream.transfer import Transfer, make_transfer
+
+if TYPE_CHECKING:
+    from poros.architecture import Architecture
+
+ENGINE = "_poros_engine"
+"""Attribute of a streamed decoder that holds its engine."""
+
+
+class Engine:
+    """Streams the layers of one decoder.
+
+    Args:
+        parts: The stock decoder, its frozen tensors already replaced by placeholders.
+        architecture: The family.
+        places: The frozen tensors of each layer.
+        packings: Their layouts.
+        store: Holds the slabs.
+        config: Block size and slots.
+        transfer: How blocks travel; the device's usual way by default.
+
+    Attributes:
+        store, streamer: Where the base is, and what brings it.
+        blocks: The layers of each block.
+    """
+
+    def __init__(
+        self,
+        parts: DecoderParts,
+        architecture: Architecture,
+        places: Sequence[Sequence[FrozenTensor]],
+        packings: Sequence[Packing],
+        store: HostStore,
+        config: StreamConfig,
+        transfer: Transfer | None = None,
+    ) -> None:
+        self.store = store
+        self.config = config
+        self.packings = tuple(packings)
+        layers = parts.layers
+        size = config.block_size
+        self.blocks = [tuple(range(start, min(start + size, len(layers)))) for start in range(0, len(layers), size)]
+        num_slots = min(config.slots, len(self.blocks))
+        largest = max(sum(packings[layer].nbytes for layer in block) for block in self.blocks)
+        slots = make_slots(num_slots, largest, parts.device)
+        self.streamer = Streamer(store, slots, transfer or make_transfer(parts.device, num_slots), self.blocks)
+        templates = [Template(*triple) for triple in zip(layers, places, packings, strict=True)]
+        self.executor = EagerExecutor(self.streamer, [[templates[i] for i in block] for block in self.blocks])
+        self._layers = layers
+        self._config = parts.base.config
+        self._norm = parts.decoder.get_submodule(architecture.norm)
+        self._recording = Recording(parts.decoder, architecture.layers)
+
+    def forward(self, stock_forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The decoder's forward: prologue, blocks, final norm.
+
+        Args:
+            stock_forward: The stock decoder's own forward.
+
+        Returns:
+            The stock decoder's output object with the finished hidden states in it.
+        """
+        training = torch.is_grad_enabled()
+        self._check(kwargs, training)
+        if training:
+            # A block is run twice in training, and its second run would append to the cache again.
+            kwargs = {**kwargs, "use_cache": False}
+        prologue = self._recording.run(stock_forward, args, kwargs)
+        assert prologue.hidden is not None
+        self._check_calls(prologue.calls, training)
+        self.streamer.expect(self.streamer.training if training else self.streamer.inference)
+        hidden: Tensor = prologue.hidden
+        for block in range(len(self.executor)):
+            hidden = run_block(self.executor, block, hidden, prologue.calls)
+        output = prologue.output
+        finished = self._norm(hidden)
+        if isinstance(output, tuple):
+            return (finished, *output[1:])
+        output.last_hidden_state = finished
+        return output
+
+    def close(self) -> None:
+        """Stop copying and give the host memory back. The model can't be run afterwards."""
+        self.streamer.close()
+        self.store.close()
+
+    def _check(self, kwargs: dict[str, Any], training: bool) -> None:
+        for flag in ("output_hidden_states", "output_attentions"):
+            asked = kwargs.get(flag)
+            if asked or (asked is None and getattr(self._config, flag, False)):
+                raise UnsupportedError(
+                    f"{flag} is not available while the model streams", "the layers' outputs are not kept; leave it off"
+                )
+        if training and any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):
+            raise StreamError("a cache was passed to a forward pass with gradients", "use torch.no_grad() to generate")
+        for layer in self._layers:
+            # Every block is recomputed anyway; checkpointing inside it (TRL switches it on) would do it a third time.
+            layer.__dict__["gradient_checkpointing"] = False
+
+    def _check_calls(self, calls: Sequence[Any], training: bool) -> None:
+        if not training:
+            return
+        for call in calls:
+            for value in (*call.args, *call.kwargs.values()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    raise UnsupportedError(
+                        "a layer is given a second input that needs a gradient",
+                        "train only adapters of linear layers inside the decoder layers",
+                    )
+
+
+class StreamedDecoder(nn.Module):
+    """Mixed into the class of a decoder that streams."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        engine: Engine = self.__dict__[ENGINE]
+        return engine.forward(super().forward, args, kwargs)
+
+
+def start_streaming(decoder: nn.Module, engine: Engine) -> None:
+    """Give a decoder an engine and the class that uses it."""
+    stock = type(decoder)
+    # The name stays: transformers, peft and TRL look at class names.
+    decoder.__dict__[ENGINE] = engine
+    decoder.__class__ = type(stock.__name__, (StreamedDecoder, stock), {"__module__": stock.__module__})
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a streamed model (or of a peft model around it).
+
+    Raises:
+        StreamError: the model doesn't stream.
+    """
+    for module in model.modules():
+        engine = module.__dict__.get(ENGINE)
+        if isinstance(engine, Engine):
+            return engine
+    raise StreamError("this model does not stream", "make one with poros.load or poros.attach")
+
+
+def attach(
+    model: nn.Module,
+    *,
+    block_size: int = 1,
+    slots: int = 2,
+    tier: str = "auto",
+    plugins: Plugins | None = None,
+    transfer: Transfer | None = None,
+) -> nn.Module:
+    """Make a model that you have already built stream: one line on an existing peft script.
+
+    Args:
+        model: A causal-LM model loaded in NF4 with double quantisation, usually inside a `PeftModel`. Its adapters,
+            their optimizer and their names stay as they are.
+        block_size: Consecutive decoder layers that travel together.
+        slots: Device buffers, each of one block.
+        tier: "auto", "pinned" or "pageable" host memory.
+        plugins: Loaded plugins; all installed ones by default.
+        transfer: How blocks travel; the device's usual way by default.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: no installed family knows the model, or something in it can't stream.
+        StreamError: it streams already.
+    """
+    base = causal_lm(model)
+    architecture = (plugins or load_plugins()).architecture_for(base.config.model_type)
+    refusal = architecture.refusal(base.config)
+    if refusal is not None:
+        raise UnsupportedError(f"{refusal.name} is not supported ({base.config.model_type})", refusal.hint)
+    parts = DecoderParts.of(model, architecture)
+    if ENGINE in parts.decoder.__dict__:
+        raise StreamError("this model streams already")
+    check_trainable(model, architecture)
+    places = [frozen_tensors(layer) for layer in parts.layers]
+    packings = make_packings(places, architecture.layer_kinds(base.config))
+    config = StreamConfig.model_validate({"block_size": block_size, "slots": slots, "tier": tier})
+    store = make_store([packing.nbytes for packing in packings], config.tier, parts.device)
+    for index, (layer_places, packing) in enumerate(zip(places, packings, strict=True)):
+        for place in layer_places:
+            tensor = place.get()
+            packing.write(store.slab(index), place.name, tensor)
+            place.set(placeholder(tensor.dtype, tuple(tensor.shape), tensor.device))
+            if hasattr(place.owner, "support_avx512bf16_for_cpu"):
+                place.owner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # see checkpoint.skeleton
+    start_streaming(parts.decoder, Engine(parts, architecture, places, packings, store, config, transfer))
+    return model
+
+
+def check_trainable(model: nn.Module, architecture: Architecture) -> None:
+    """Refuse trainable parameters outside the decoder layers.
+
+    Raises:
+        UnsupportedError: naming the first few.
+    """
+    inside = f"{architecture.decoder}.{architecture.layers}."
+    base = causal_lm(model)
+    outside = [name for name, p in base.named_parameters() if p.requires_grad and not name.startswith(inside)]
+    if outside:
+        raise UnsupportedError(
+            f"trainable parameters outside the decoder layers: {', '.join(outside[:3])}"
+            + (f" and {len(outside) - 3} more" if len(outside) > 3 else ""),
+            "aim LoRA at linear layers inside the decoder layers; lm_head, embeddings and modules_to_save stay frozen",
+        )

@@ -1,0 +1,146 @@
+"""The eager executor: runs a block's layers one after another, as ordinary Python.
+
+Forward keeps nothing but the block's input. Backward runs the block again, with its weights in place and with gradients
+on, and differentiates it before the slot is given up. The graph of a block therefore never outlives the visit in which
+its weights were there: bitsandbytes keeps the packed weight outside autograd's saved tensors, so a graph that did would
+silently read whatever lies in the slot by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from poros.engine.prologue import Call
+from poros.engine.template import Template
+from poros.stream.schedule import Phase
+from poros.stream.streamer import Streamer
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a recompute must find as it was in the forward pass: random state and autocast.
+
+    Attributes:
+        rng: State of the device's generator.
+        autocast: (device type, enabled, dtype).
+        device: Whose generator.
+    """
+
+    rng: Tensor
+    autocast: tuple[str, bool, torch.dtype]
+    device: torch.device
+
+    @classmethod
+    def now(cls, device: torch.device) -> Surroundings:
+        """The surroundings at this moment."""
+        kind = device.type
+        return cls(_rng_state(device), (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)), device)
+
+    @contextmanager
+    def autocasting(self) -> Iterator[None]:
+        """The forward pass's autocast. Its weight cache is off: a cast that was cached without gradients would be used
+        again with them, and the adapter behind it would get none."""
+        kind, enabled, dtype = self.autocast
+        with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+            yield
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Random state and autocast of the forward pass; the random state of the caller comes back afterwards."""
+        outer = _rng_state(self.device)
+        _set_rng_state(self.rng, self.device)
+        try:
+            with self.autocasting():
+                yield
+        finally:
+            _set_rng_state(outer, self.device)
+
+
+class EagerExecutor:
+    """Runs blocks.
+
+    Args:
+        streamer: Brings a block's bytes.
+        blocks: The templates of each block's layers.
+    """
+
+    def __init__(self, streamer: Streamer, blocks: Sequence[Sequence[Template]]) -> None:
+        self._streamer = streamer
+        self._blocks = [tuple(block) for block in blocks]
+        starts = [0]
+        for block in self._blocks:
+            starts.append(starts[-1] + len(block))
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def adapters(self, block: int) -> list[nn.Parameter]:
+        """The trainable parameters of a block."""
+        return [parameter for template in self._blocks[block] for parameter in template.adapters()]
+
+    def forward(self, block: int, hidden: Tensor, calls: Sequence[Call], surroundings: Surroundings) -> Tensor:
+        """The block's output, [batch, tokens, hidden], without gradients."""
+        with self._visiting(block, Phase.FORWARD), torch.no_grad(), surroundings.autocasting():
+            return self._run(block, hidden, calls)
+
+    def backward(
+        self,
+        block: int,
+        hidden: Tensor,
+        calls: Sequence[Call],
+        surroundings: Surroundings,
+        adapters: Sequence[nn.Parameter],
+        gradient: Tensor,
+        needs_hidden: bool,
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Run the block again and differentiate it.
+
+        Args:
+            hidden: The block's input, as in the forward pass.
+            gradient: Of the loss with respect to the block's output, of the output's shape.
+            needs_hidden: Whether the gradient with respect to the input is wanted.
+
+        Returns:
+            That gradient (or None), and the gradient of each adapter (None for one that took no part).
+        """
+        leaf = hidden.detach().requires_grad_(needs_hidden)
+        wanted: list[Tensor] = [leaf, *adapters] if needs_hidden else list(adapters)
+        with self._visiting(block, Phase.BACKWARD):
+            with torch.enable_grad(), surroundings.restored():
+                output = self._run(block, leaf, calls)
+            gradients: list[Tensor | None] = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
+            del output
+        first = gradients.pop(0) if needs_hidden else None
+        return first, gradients
+
+    def _run(self, block: int, hidden: Tensor, calls: Sequence[Call]) -> Tensor:
+        start = self._starts[block]
+        for index, template in enumerate(self._blocks[block]):
+            hidden = template.run(hidden, calls[start + index])
+        return hidden
+
+    @contextmanager
+    def _visiting(self, block: int, phase: Phase) -> Iterator[None]:
+        with self._streamer.visit(block, phase) as slot, ExitStack() as bindings:
+            start = 0
+            for template in self._blocks[block]:
+                bindings.enter_context(template.bound(slot, start))
+                start += template.packing.nbytes
+            yield
+
+
+def _rng_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_rng_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,109 @@
+"""`poros.load`: from a checkpoint on disk to a model that streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import get_peft_model
+from torch import nn
+
+from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, plan_reading
+from poros.checkpoint.shards import Shards, find_prefix, read_config, resolve
+from poros.checkpoint.skeleton import build_skeleton, read_model_config
+from poros.config import StreamConfig
+from poros.engine.adapters import check_lora
+from poros.engine.attach import Engine, check_trainable, start_streaming
+from poros.engine.parts import DecoderParts
+from poros.plugins import Plugins, load_plugins
+from poros.store.tiers import make_store
+from poros.stream.transfer import Transfer
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def default_device() -> torch.device:
+    """The current CUDA device where there is one, the CPU otherwise."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def load(
+    model: str | Path,
+    *,
+    lora: LoraConfig | None = None,
+    seed: int | None = None,
+    revision: str | None = None,
+    block_size: int = 1,
+    slots: int = 2,
+    tier: str = "auto",
+    device: torch.device | str | None = None,
+    plugins: Plugins | None = None,
+    transfer: Transfer | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Any:
+    """Load a checkpoint as a model whose frozen NF4 base streams.
+
+    Everything that can be checked without reading a weight is checked first: the config, the files against their index,
+    every tensor's shape and dtype, the adapters' targets.
+
+    Args:
+        model: A directory in Hugging Face format, or a hub id. Weights in bf16, fp16 or fp32 are quantised to NF4 with
+            double quantisation; a checkpoint that bitsandbytes has quantised so already is taken as it is.
+        lora: Adapters to create. Without them the result is the plain causal-LM model, ready for `get_peft_model`.
+        seed: Seeds torch immediately before the adapters are created, so that their values depend on nothing else.
+        revision: Branch, tag or commit of a hub id.
+        block_size: Consecutive decoder layers that travel together.
+        slots: Device buffers, each of one block.
+        tier: "auto", "pinned" or "pageable" host memory.
+        device: Where to compute; the current CUDA device where there is one.
+        plugins: Loaded plugins; all installed ones by default.
+        transfer: How blocks travel; the device's usual way by default.
+        progress: Called with (bytes read, bytes in all).
+
+    Returns:
+        A `PeftModel`, or the transformers model when `lora` is None. Both are in the state in which stock loading
+        leaves them and are used in the same way.
+
+    Raises:
+        CheckpointError: the files are damaged, incomplete or don't fit the config.
+        UnsupportedError: the family, the kind of checkpoint or the adapters can't be run.
+        StreamError: the host memory can't be had.
+    """
+    config = StreamConfig.model_validate({"block_size": block_size, "slots": slots, "tier": tier})
+    where = torch.device(device) if device is not None else default_device()
+    if where == torch.device("cuda"):
+        where = default_device()
+    directory = resolve(str(model), revision)
+    model_type = str(read_config(directory)["model_type"])
+    architecture = (plugins or load_plugins()).architecture_for(model_type)
+    model_config = read_model_config(directory, architecture)
+    if lora is not None:
+        check_lora(lora)
+    with Shards.open(directory) as shards:
+        prefix = find_prefix(shards.names, architecture.checkpoint_prefixes, f"{architecture.embedding}.weight")
+        stored = four_bit_weights(shards)
+        # In the files a decoder's tensors begin with `prefix`, in the model with the decoder's path.
+        quantised = {
+            f"{architecture.decoder}.{name.removeprefix(prefix)}" for name in stored if name.startswith(prefix)
+        }
+        skeleton = build_skeleton(model_config, architecture, where, quantised if stored else None, directory)
+        skeleton.model.name_or_path = skeleton.model.config._name_or_path = str(model)
+        plan = plan_reading(skeleton, shards, prefix, architecture.layer_kinds(model_config))
+        streamed: nn.Module = skeleton.model
+        if lora is not None:
+            # Before any weight is read: what is wrong with the adapters comes out now, and the layers' names are known
+            # by their modules, which peft leaves in place.
+            if seed is not None:
+                torch.manual_seed(seed)
+            streamed = get_peft_model(skeleton.model, lora)
+            check_trainable(streamed, architecture)
+        fill_outside(skeleton, shards, plan, where)
+        store = make_store(plan.sizes, config.tier, where)
+        fill_store(skeleton, shards, plan, store, where, progress)
+    parts = DecoderParts.of(skeleton.model, architecture)
+    engine = Engine(parts, architecture, skeleton.layers, plan.packings, store, config, transfer)
+    start_streaming(skeleton.decoder, engine)
+    return streamed

@@ -1,0 +1,45 @@
+"""The parts of a live model that Poros touches, found by the paths of its architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from poros.architecture import Architecture
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers causal-LM model inside a peft model, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """A text decoder and what belongs to it.
+
+    Attributes:
+        base: The causal-LM model.
+        decoder: Its text decoder.
+        layers: The decoder's layers.
+        device: Where the model computes: where its embedding is.
+    """
+
+    base: Any
+    decoder: nn.Module
+    layers: list[nn.Module]
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: nn.Module, architecture: Architecture) -> DecoderParts:
+        """The parts of a causal-LM model, which may be inside a peft model."""
+        base = causal_lm(model)
+        decoder: nn.Module = base.get_submodule(architecture.decoder)
+        layers = decoder.get_submodule(architecture.layers)
+        assert isinstance(layers, nn.ModuleList)
+        weight = decoder.get_submodule(architecture.embedding).weight
+        assert isinstance(weight, torch.Tensor)
+        return cls(base, decoder, list(layers), weight.device)

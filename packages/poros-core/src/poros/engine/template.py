@@ -1,0 +1,62 @@
+"""A template: a live module whose frozen tensors are views into a slot while it is bound.
+
+The eager executor binds each layer of the model itself, so that whatever belongs to a layer and is not a frozen tensor
+(its adapters of any rank, its index in a cache, its dropout, whether its adapters are switched off) is right without
+being copied. Between visits the places hold placeholders again; see `poros.checkpoint.skeleton`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from poros.checkpoint.frozen import FrozenTensor
+from poros.checkpoint.packing import Packing
+from poros.engine.prologue import Call
+from poros.stream.slots import Slot
+
+
+class Template:
+    """One layer that can be bound to slots.
+
+    Args:
+        layer: The live module.
+        places: Its frozen tensors.
+        packing: Their layout in a slab, field by field in the order of `places`.
+    """
+
+    def __init__(self, layer: nn.Module, places: Sequence[FrozenTensor], packing: Packing) -> None:
+        self.layer = layer
+        self.packing = packing
+        self._places = tuple(places)
+        self._placeholders = tuple(place.get() for place in places)
+        # Slots never move, so the views of a layer that begins at a given byte of a given slot can be made once.
+        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+
+    @contextmanager
+    def bound(self, slot: Slot, start: int) -> Iterator[None]:
+        """Point the frozen tensors into a slot, from byte `start` on, and back to placeholders afterwards."""
+        key = (slot.index, start)
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = tuple(self.packing.views(slot.buffer, start))
+        for place, view in zip(self._places, views, strict=True):
+            place.set(view)
+        try:
+            yield
+        finally:
+            for place, empty in zip(self._places, self._placeholders, strict=True):
+                place.set(empty)
+
+    def run(self, hidden: Tensor, call: Call) -> Tensor:
+        """The layer's output, [batch, tokens, hidden], for an input of the same shape."""
+        output: Any = self.layer(hidden, *call.args, **call.kwargs)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    def adapters(self) -> list[nn.Parameter]:
+        """The layer's trainable parameters."""
+        return [parameter for parameter in self.layer.parameters() if parameter.requires_grad]

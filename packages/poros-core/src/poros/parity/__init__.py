@@ -1,0 +1,1 @@
+"""The exactness gate: the stock reference run, the compared surfaces and the verdict."""

@@ -1,0 +1,223 @@
+"""The gate: stock, stock again, streamed, and a streamed run with one corrupted byte that must be caught."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from poros.checkpoint.shards import read_config, resolve
+from poros.config import AttentionPath, StreamConfig
+from poros.engine.attach import Engine, engine_of
+from poros.engine.attention import attention_path
+from poros.engine.load import default_device, load
+from poros.engine.parts import DecoderParts
+from poros.parity.stock import Work, adapters_of, load_stock, make_adapters_count, train
+from poros.parity.surfaces import Comparison, Difference, compare
+from poros.plugins import Plugins, load_plugins
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+Verdict = Literal["identical", "different", "not reproducible on this path", "control arm not caught"]
+
+Announce = Callable[[str, int, int], None]
+"""Called with what is being done, steps done and steps in all."""
+
+CONTROL_SURFACES = ("logits", "loss", "gradients", "gradient_norm", "adapters")
+"""What the control arm is compared on; it runs one step, so it has no final state."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What the gate found.
+
+    Attributes:
+        verdict: "identical" only if stock repeats itself, the streamed run equals it on every surface, and the
+            corrupted run was told apart.
+        surfaces: Surface -> equal or not; None where nothing can be said because stock doesn't repeat itself.
+        stock: Stock against stock again.
+        streamed: Stock against streamed.
+        control: How the corrupted run differed; None if it wasn't caught.
+        control_block: Which block was corrupted.
+        control_found: Which block the gate blamed for it.
+        seconds: Seconds per step of each arm, first step excluded where there are more.
+        trainable: Trainable parameters.
+        work: What each arm did.
+        attention: The attention path it ran on.
+        device: Where.
+    """
+
+    verdict: Verdict
+    surfaces: dict[str, bool | None]
+    stock: Comparison
+    streamed: Comparison
+    control: Difference | None
+    control_block: int
+    control_found: int | None
+    seconds: dict[str, float]
+    trainable: int
+    work: Work
+    attention: AttentionPath
+    device: str
+    copied_bytes: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+def check(
+    model: str,
+    lora: LoraConfig,
+    work: Work,
+    *,
+    stream: StreamConfig | None = None,
+    attention: AttentionPath = "fused",
+    revision: str | None = None,
+    device: torch.device | None = None,
+    plugins: Plugins | None = None,
+    announce: Announce = lambda what, done, total: None,
+) -> CheckResult:
+    """Run the gate on a checkpoint.
+
+    Args:
+        model: A directory or hub id.
+        lora: The adapters.
+        work: How long and on what.
+        stream: Block size, slots, tier.
+        attention: The attention path.
+        revision: Of a hub id.
+        device: Where; the current CUDA device where there is one.
+        plugins: Loaded plugins.
+        announce: Told what is going on.
+
+    Raises:
+        PorosError: the checkpoint can't be run at all.
+    """
+    stream = stream or StreamConfig()
+    where = device or default_device()
+    plugins = plugins or load_plugins()
+    directory = resolve(model, revision)
+    architecture = plugins.architecture_for(str(read_config(directory)["model_type"]))
+    seconds: dict[str, float] = {}
+    total = 3 * work.steps + 1
+    done = 0
+
+    def arm(name: str, peft_model: Any, arm_work: Work) -> Any:
+        parts = DecoderParts.of(peft_model, architecture)
+        ends: list[float] = [time.perf_counter()]
+
+        def on_step() -> None:
+            nonlocal done
+            done += 1
+            ends.append(time.perf_counter())
+            announce(name, done, total)
+
+        announce(name, done, total)
+        trace = train(peft_model, parts.layers, arm_work, where, on_step)
+        spans = [after - before for before, after in itertools.pairwise(ends)]
+        seconds[name] = sorted(spans[1:] or spans)[len(spans[1:] or spans) // 2]
+        return trace
+
+    with attention_path(attention):
+        # The streamed model first: it refuses a bad checkpoint before anything heavy is done. It keeps little memory.
+        announce("reading the checkpoint", 0, total)
+        streamed_model = load(
+            directory,
+            lora=lora,
+            seed=work.seed,
+            block_size=stream.block_size,
+            slots=stream.slots,
+            tier=stream.tier,
+            device=where,
+            plugins=plugins,
+        )
+        engine = engine_of(streamed_model)
+        blocks = engine.blocks
+        stock_model = load_stock(directory, lora, work.seed, where)
+        for peft_model in (stock_model, streamed_model):
+            make_adapters_count(peft_model, work.seed)
+        initial = {name: p.detach().clone() for name, p in adapters_of(stock_model).items()}
+
+        reference = arm("stock", stock_model, work)
+        _reset(stock_model, initial)
+        again = arm("stock again", stock_model, work)
+        repeats = compare(reference, again, blocks)
+        del again, stock_model
+        _free()
+
+        before = engine.streamer.counts.copied_bytes
+        trace = arm("streamed", streamed_model, work)
+        copied = engine.streamer.counts.copied_bytes - before
+        streamed = compare(reference, trace, blocks)
+        del trace
+
+        corrupted = len(blocks) // 2
+        corrupt(engine, corrupted)
+        _reset(streamed_model, initial)
+        one_step = Work(**{**vars(work), "steps": 1})
+        control_trace = arm("control arm", streamed_model, one_step)
+        control = compare(reference, control_trace, blocks, CONTROL_SURFACES, steps=1)
+        engine.close()
+
+    caught = control.difference is not None and control.first_block == corrupted
+    if not repeats.identical:
+        verdict: Verdict = "not reproducible on this path"
+    elif not streamed.identical:
+        verdict = "different"
+    elif not caught:
+        verdict = "control arm not caught"
+    else:
+        verdict = "identical"
+    return CheckResult(
+        verdict=verdict,
+        surfaces=streamed.surfaces if repeats.identical else dict.fromkeys(streamed.surfaces),
+        stock=repeats,
+        streamed=streamed,
+        control=control.difference,
+        control_block=corrupted,
+        control_found=control.first_block,
+        seconds=seconds,
+        trainable=sum(tensor.numel() for tensor in initial.values()),
+        work=work,
+        attention=attention,
+        device=str(where),
+        copied_bytes=copied,
+        losses=[float(tensor) for tensor in reference.surface("loss").values()],
+    )
+
+
+def corrupt(engine: Engine, block: int, name: str = "weight", byte: int = 0) -> str:
+    """Flip the highest bit of one byte of a block in the store.
+
+    Args:
+        engine: Of the streamed model.
+        block: Which block.
+        name: Where the first field's name must end with this; packed codes by default.
+        byte: Which byte of the field.
+
+    Returns:
+        The name of the field.
+    """
+    layer = engine.blocks[block][0]
+    packing = engine.packings[layer]
+    field_ = next(f for f in packing.fields if f.name.endswith(name))
+    engine.store.slab(layer)[field_.offset + byte] ^= 0x80
+    engine.streamer.forget()
+    return field_.name
+
+
+def _reset(model: Any, initial: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in adapters_of(model).items():
+            parameter.copy_(initial[name])
+            parameter.grad = None
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

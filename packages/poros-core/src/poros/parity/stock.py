@@ -1,0 +1,141 @@
+"""The reference: a resident QLoRA run made of transformers, peft, bitsandbytes and torch, and nothing of Poros."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from poros.parity.surfaces import LayerOutputs, Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The training that each arm of the gate does.
+
+    Attributes:
+        steps: Optimizer steps.
+        batch_size: Rows per micro-batch; with more than one, every other row is padded.
+        length: Tokens per row.
+        accumulation: Micro-batches per optimizer step.
+        seed: Of adapters, data and dropout.
+        learning_rate: Of AdamW. Large enough that each step moves the adapters visibly.
+    """
+
+    steps: int = 5
+    batch_size: int = 2
+    length: int = 64
+    accumulation: int = 2
+    seed: int = 0
+    learning_rate: float = 1e-3
+
+
+def load_stock(directory: Path, lora: LoraConfig, seed: int, device: torch.device) -> Any:
+    """A resident `PeftModel` as the libraries' own documentation builds it.
+
+    A checkpoint that is quantised already brings its own quantisation config.
+    """
+    from transformers import AutoConfig
+
+    stored = getattr(AutoConfig.from_pretrained(directory), "quantization_config", None)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.bfloat16,
+        attn_implementation="sdpa",
+        device_map={"": str(device)},
+        **({} if stored is not None else {"quantization_config": config}),
+    )
+    torch.manual_seed(seed)
+    return get_peft_model(model, lora)
+
+
+def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def make_adapters_count(model: nn.Module, seed: int) -> None:
+    """Give every lora_B values other than zero: with zeros every gradient of lora_A vanishes and the gate is blind."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapters_of(model).items():
+            if "lora_B" in name:
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.02, generator=generator))
+
+
+def make_batches(work: Work, vocab_size: int) -> list[dict[str, Tensor]]:
+    """Random token rows, one dict per micro-batch: input_ids, attention_mask, labels, each [batch, length], int64.
+
+    Every other row of a batch is padded on the right for a quarter of its length.
+    """
+    generator = torch.Generator().manual_seed(work.seed)
+    batches = []
+    for _ in range(work.steps * work.accumulation):
+        ids = torch.randint(0, vocab_size, (work.batch_size, work.length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1::2, work.length - work.length // 4 :] = 0
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return batches
+
+
+def train(model: Any, layers: list[nn.Module], work: Work, device: torch.device, on_step: Any = None) -> Trace:
+    """The plain training loop of the gate, the same for stock and streamed, recorded on every surface.
+
+    bf16 autocast, AdamW, clipping at norm 1. The model's adapters are trained from where they are.
+
+    Args:
+        model: A peft model.
+        layers: Its decoder layers.
+        work: What to do.
+        device: Where the model computes.
+        on_step: Called without arguments after each step.
+    """
+    trace = Trace()
+    outputs = LayerOutputs(layers, trace)
+    adapters = adapters_of(model)
+    optimizer = torch.optim.AdamW(list(adapters.values()), lr=work.learning_rate)
+    batches = iter(make_batches(work, model.config.get_text_config().vocab_size))
+    model.train()
+    torch.manual_seed(work.seed)
+    try:
+        for step in range(1, work.steps + 1):
+            optimizer.zero_grad(set_to_none=True)
+            for micro in range(work.accumulation):
+                batch = {name: tensor.to(device) for name, tensor in next(batches).items()}
+                with torch.autocast(device.type, torch.bfloat16):
+                    output = model(**batch, use_cache=False)
+                (output.loss / work.accumulation).backward()
+                trace.record("loss", step, f"micro-batch {micro + 1}", output.loss)
+                if step == 1 and micro == 0:
+                    trace.record("logits", step, "logits", output.logits)
+                del output
+            for name, parameter in adapters.items():
+                if parameter.grad is not None:
+                    trace.record("gradients", step, name, parameter.grad)
+            norm = torch.nn.utils.clip_grad_norm_(list(adapters.values()), 1.0)
+            trace.record("gradient_norm", step, "gradient norm", norm)
+            optimizer.step()
+            for name, parameter in adapters.items():
+                trace.record("adapters", step, name, parameter)
+            if on_step is not None:
+                on_step()
+    finally:
+        outputs.remove()
+    for name, parameter in adapters.items():
+        for key, value in optimizer.state[parameter].items():
+            trace.record("optimizer_state", work.steps, f"{name}.{key}", torch.as_tensor(value))
+    trace.record("rng_state", work.steps, "cpu", torch.get_rng_state())
+    if device.type == "cuda":
+        trace.record("rng_state", work.steps, "cuda", torch.cuda.get_rng_state(device))
+    return trace

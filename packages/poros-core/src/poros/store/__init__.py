@@ -1,0 +1,1 @@
+"""The HostStore: the frozen base in host memory, one slab per layer."""

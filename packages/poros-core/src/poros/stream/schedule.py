@@ -1,0 +1,148 @@
+"""The order in which blocks are visited, and the copies that order needs. Pure and torch-free.
+
+A training step visits blocks 0..L-1 forward and L-1..0 backward, and the next step does the same again, so the future
+is always known. That makes the best replacement rule usable as it stands: when a slot is needed, give up the block
+whose next visit is farthest away (Belady, 1966), and copy ahead as soon as some slot holds a block that is needed later
+than the next missing one. At the two turns of the cycle the last blocks are still in their slots, so with `k` slots a
+training step of `L` blocks costs `2L - 2k` copies, which is the optimum.
+
+    >>> Schedule.training(num_blocks=4, num_slots=2).copies_per_period()
+    4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+
+class Phase(Enum):
+    """The direction of a visit."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One use of a block: run it forward, or rebuild it and run it backward."""
+
+    block: int
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy to start: which block goes into which slot, and how many visits ahead it is needed (0: it is late)."""
+
+    block: int
+    slot: int
+    ahead: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A period of visits that repeats for ever, and the number of slots it may use.
+
+    Attributes:
+        visits: One period. Each (block, phase) occurs at most once in it.
+        num_slots: How many blocks fit on the device at a time.
+    """
+
+    visits: tuple[Visit, ...]
+    num_slots: int
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1:
+            raise ValueError(f"a schedule needs at least one slot, not {self.num_slots}")
+        if not self.visits:
+            raise ValueError("a schedule needs at least one visit")
+
+    @classmethod
+    def training(cls, num_blocks: int, num_slots: int) -> Schedule:
+        """Forward through all blocks and backward through them in reverse."""
+        forward = tuple(Visit(block, Phase.FORWARD) for block in range(num_blocks))
+        backward = tuple(Visit(block, Phase.BACKWARD) for block in reversed(range(num_blocks)))
+        return cls(forward + backward, num_slots)
+
+    @classmethod
+    def inference(cls, num_blocks: int, num_slots: int) -> Schedule:
+        """Forward through all blocks, again and again."""
+        return cls(tuple(Visit(block, Phase.FORWARD) for block in range(num_blocks)), num_slots)
+
+    @cached_property
+    def _position(self) -> dict[Visit, int]:
+        return {visit: position for position, visit in enumerate(self.visits)}
+
+    @cached_property
+    def _uses(self) -> dict[int, list[int]]:
+        uses: dict[int, list[int]] = {}
+        for position, visit in enumerate(self.visits):
+            uses.setdefault(visit.block, []).append(position)
+        return uses
+
+    def position(self, visit: Visit) -> int:
+        """Where a visit stands in the period."""
+        return self._position[visit]
+
+    def distance(self, block: int, position: int) -> int:
+        """How many visits after `position` the block is next visited; 0 when the visit at `position` is its own."""
+        return min((use - position) % len(self.visits) for use in self._uses[block])
+
+    def next_copy(self, position: int, contents: Sequence[int | None], locked: Collection[int] = ()) -> Copy | None:
+        """The copy worth starting now, or None when nothing is missing or nothing may be given up for it.
+
+        Args:
+            position: The next visit that has not begun (taken modulo the period).
+            contents: The block in each slot, or on its way there; None for an empty slot.
+            locked: Slots whose block is being used.
+        """
+        position %= len(self.visits)
+        present = {block for block in contents if block is not None}
+        missing = next(
+            (
+                (visit.block, ahead)
+                for ahead in range(len(self.visits))
+                if (visit := self.visits[(position + ahead) % len(self.visits)]).block not in present
+            ),
+            None,
+        )
+        if missing is None:
+            return None
+        block, ahead = missing
+        best: tuple[int, int] | None = None
+        for slot, held in enumerate(contents):
+            if slot in locked:
+                continue
+            until = len(self.visits) + 1 if held is None else self.distance(held, position)
+            if until > ahead and (best is None or until > best[0]):
+                best = (until, slot)
+        return None if best is None else Copy(block, best[1], ahead)
+
+    def copies(self, periods: int = 1, contents: Sequence[int | None] | None = None) -> list[list[Copy]]:
+        """Play the schedule through and list the copies of each period.
+
+        Args:
+            periods: How many periods to play.
+            contents: What the slots hold at the start; empty slots by default.
+        """
+        slots: list[int | None] = list(contents) if contents is not None else [None] * self.num_slots
+        played = []
+        for _ in range(periods):
+            started: list[Copy] = []
+            for position, visit in enumerate(self.visits):
+                self._start(position, slots, (), started)
+                self._start(position + 1, slots, (slots.index(visit.block),), started)
+            played.append(started)
+        return played
+
+    def _start(self, position: int, slots: list[int | None], locked: Collection[int], started: list[Copy]) -> None:
+        while (copy := self.next_copy(position, slots, locked)) is not None:
+            slots[copy.slot] = copy.block
+            started.append(copy)
+
+    def copies_per_period(self) -> int:
+        """Copies of one period in the steady state."""
+        return len(self.copies(periods=3)[-1])

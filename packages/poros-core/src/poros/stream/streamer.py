@@ -1,0 +1,129 @@
+"""The streamer carries out a schedule: it brings each block into a slot in time for its visit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from poros.errors import StreamError
+from poros.store.store import HostStore
+from poros.stream.schedule import Copy, Phase, Schedule, Visit
+from poros.stream.slots import Slot
+from poros.stream.transfer import Arrival, Transfer
+
+
+@dataclass
+class StreamCounts:
+    """What has travelled so far.
+
+    Attributes:
+        copies: Blocks copied into slots.
+        copied_bytes: Bytes copied.
+        late: Copies that were started only when the block was already needed.
+        visits: Blocks visited.
+    """
+
+    copies: int = 0
+    copied_bytes: int = 0
+    late: int = 0
+    visits: int = 0
+
+
+class Streamer:
+    """Brings blocks from a store into slots.
+
+    Args:
+        store: Where the blocks come from.
+        slots: Where they go; as many as the schedules say.
+        transfer: How they travel.
+        blocks: The layers of each block.
+
+    The order of visits is a forecast, not a rule: a visit that was not the forecast one (an evaluation in the middle of
+    training, a forward pass that is never followed by a backward pass) moves the forecast to it, and costs at most a
+    late copy.
+    """
+
+    def __init__(
+        self, store: HostStore, slots: Sequence[Slot], transfer: Transfer, blocks: Sequence[Sequence[int]]
+    ) -> None:
+        self.counts = StreamCounts()
+        self.training = Schedule.training(len(blocks), len(slots))
+        self.inference = Schedule.inference(len(blocks), len(slots))
+        self._store = store
+        self._slots = slots
+        self._transfer = transfer
+        self._blocks = [tuple(block) for block in blocks]
+        self._schedule = self.training
+        self._contents: list[int | None] = [None] * len(slots)
+        self._arrivals: list[Arrival | None] = [None] * len(slots)
+        self._locked: set[int] = set()
+        self._position = 0
+        self._closed = False
+
+    def expect(self, schedule: Schedule) -> None:
+        """Say which order of visits to expect from now on."""
+        self._schedule = schedule
+
+    @contextmanager
+    def visit(self, block: int, phase: Phase) -> Iterator[Slot]:
+        """Hold the slot in which a block lies, its bytes arrived, until the visit is over.
+
+        Raises:
+            StreamError: the streamer is closed, or every slot is in use by a visit further out.
+        """
+        if self._closed:
+            raise StreamError("this model no longer streams: it was detached", "load or attach it again")
+        self._position = self._schedule.position(Visit(block, phase))
+        self._fill()
+        if block not in self._contents:
+            raise StreamError(
+                f"no slot is free for block {block}: {len(self._locked)} of {len(self._slots)} are in use",
+                "blocks must be visited one at a time; is the model called from within one of its own layers?",
+            )
+        index = self._contents.index(block)
+        self._locked.add(index)
+        self._position += 1
+        self._fill()  # start what comes next before waiting for what is needed now
+        arrival = self._arrivals[index]
+        if arrival is not None:
+            arrival.wait()
+            self._arrivals[index] = None
+        self.counts.visits += 1
+        try:
+            yield self._slots[index]
+        finally:
+            self._transfer.leave(index)
+            self._locked.discard(index)
+            self._fill()
+
+    def close(self) -> None:
+        """Stop streaming; no copy is under way afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._transfer.close()
+
+    def forget(self) -> None:
+        """Treat every slot as empty, for when the store has changed."""
+        if self._locked:
+            raise StreamError("the store can't change while a block is in use")
+        self._contents = [None] * len(self._slots)
+        self._arrivals = [None] * len(self._slots)
+
+    def _fill(self) -> None:
+        while (copy := self._schedule.next_copy(self._position, self._contents, self._locked)) is not None:
+            self._start(copy)
+
+    def _start(self, copy: Copy) -> None:
+        pieces = []
+        offset = 0
+        target = self._slots[copy.slot].buffer
+        for layer in self._blocks[copy.block]:
+            slab = self._store.slab(layer)
+            pieces.append((slab, target[offset : offset + slab.numel()]))
+            offset += slab.numel()
+        self._contents[copy.slot] = copy.block
+        self._arrivals[copy.slot] = self._transfer.copy(copy.slot, pieces)
+        self.counts.copies += 1
+        self.counts.copied_bytes += offset
+        self.counts.late += copy.ahead == 0

@@ -1,0 +1,1 @@
+"""Training with Poros: data, the Trainer run, progress and resume."""
