@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
@@ -165,6 +165,27 @@ def load_config(
             "the keys are listed by `poros train --help` and in docs/configuration.md",
         )
     return config
+
+
+PartType = TypeVar("PartType", bound=Part)
+
+
+def validated(part: type[PartType], values: Mapping[str, Any], where: str) -> PartType:
+    """A part of a config from plain values.
+
+    Args:
+        part: Its class.
+        values: Key -> value.
+        where: What the keys belong to, put before each problem.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    try:
+        return part.model_validate(values)
+    except ValidationError as error:
+        lines = [f"{where}.{line}" if where else line for line in describe_problems(error)]
+        raise ConfigError("; ".join(lines)) from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import torch
 from huggingface_hub import constants, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from poros.checkpoint.shards import DTYPES, INDEX, SINGLE, Shards, TensorInfo, find_prefix, read_config, resolve
+from poros.checkpoint.headers import DTYPES, TensorInfo
+from poros.checkpoint.locate import find_prefix, read_config, resolve
+from poros.checkpoint.shards import INDEX, SINGLE, Shards
 from poros.errors import CheckpointError
 
 A, B, C = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
@@ -326,7 +328,7 @@ def test_a_file_that_can_not_be_opened_is_a_problem_too(sharded: Path, monkeypat
     def refuse(file: Path) -> None:
         raise PermissionError(f"Permission denied: {file.name}")
 
-    monkeypatch.setattr("poros.checkpoint.shards._read_header", refuse)
+    monkeypatch.setattr("poros.checkpoint.shards.read_header", refuse)
     with pytest.raises(CheckpointError, match=f"{A} can't be read: Permission denied"):
         Shards.open(sharded)
 

@@ -253,7 +253,7 @@ def _check_place(
         shape = (int(owner.out_features), int(owner.in_features))  # type: ignore[arg-type]
     if info.shape != shape:
         problems.append(f"{source} has shape {list(info.shape)}, expected {list(shape)}")
-    if info.dtype not in FLOATS and expected.dtype.is_floating_point:
+    if info.dtype not in FLOATS and (expected.dtype.is_floating_point or _is_four_bit(place)):
         problems.append(f"{source} is {info.dtype}, expected one of bfloat16, float16, float32")
 
 

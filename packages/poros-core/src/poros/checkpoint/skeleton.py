@@ -12,7 +12,8 @@ the model's own `_init_weights`, as `from_pretrained` does it, so none of their 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,13 @@ def build_skeleton(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPE, attn_implementation="sdpa")
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=quantised is not None)
-    quantizer.preprocess_model(model=model, device_map={"": str(device)})
+    with _default_dtype(COMPUTE_DTYPE):  # bitsandbytes makes the biases of its layers in the default dtype
+        quantizer.preprocess_model(model=model, device_map={"": str(device)})
     decoder = model.get_submodule(architecture.decoder)
     layers = decoder.get_submodule(architecture.layers)
     if quantised is not None:
-        _follow_files(model, settings, quantised)
+        with _default_dtype(COMPUTE_DTYPE):
+            _follow_files(model, settings, quantised)
     for layer in layers:
         _fill_with_placeholders(layer, device)
     _fill_buffers(model, device)
@@ -127,6 +130,16 @@ def placeholder(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
     """A tensor of any shape in the memory of one element: NaN for floats, zero otherwise. Not to be written to."""
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _follow_files(model: nn.Module, settings: BitsAndBytesConfig, quantised: Collection[str]) -> None:

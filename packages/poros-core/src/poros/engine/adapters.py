@@ -46,8 +46,8 @@ def check_lora(config: LoraConfig) -> None:
         )
 
 
-def lora_config(part: LoraPart) -> LoraConfig:
-    """The peft config for the `lora` part of a run's config."""
+def lora_config(part: LoraPart, revision: str | None = None) -> LoraConfig:
+    """The peft config for the `lora` part of a run's config, naming the base's revision."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -56,4 +56,5 @@ def lora_config(part: LoraPart) -> LoraConfig:
         lora_dropout=part.dropout,
         target_modules=part.targets if part.targets == "all-linear" else list(part.targets),
         task_type="CAUSAL_LM",
+        revision=revision,
     )

@@ -10,8 +10,9 @@ import torch
 from peft import get_peft_model
 from torch import nn
 
+from poros.checkpoint.locate import find_prefix, read_config, resolve
 from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, plan_reading
-from poros.checkpoint.shards import Shards, find_prefix, read_config, resolve
+from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, read_model_config
 from poros.config import StreamConfig
 from poros.engine.adapters import check_lora
@@ -42,6 +43,7 @@ def load(
     device: torch.device | str | None = None,
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
+    name: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """Load a checkpoint as a model whose frozen NF4 base streams.
@@ -61,6 +63,7 @@ def load(
         device: Where to compute; the current CUDA device where there is one.
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
+        name: What the adapter's config calls the base; `model` by default.
         progress: Called with (bytes read, bytes in all).
 
     Returns:
@@ -90,7 +93,7 @@ def load(
             f"{architecture.decoder}.{name.removeprefix(prefix)}" for name in stored if name.startswith(prefix)
         }
         skeleton = build_skeleton(model_config, architecture, where, quantised if stored else None, directory)
-        skeleton.model.name_or_path = skeleton.model.config._name_or_path = str(model)
+        skeleton.model.name_or_path = skeleton.model.config._name_or_path = name or str(model)
         plan = plan_reading(skeleton, shards, prefix, architecture.layer_kinds(model_config))
         streamed: nn.Module = skeleton.model
         if lora is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import time
@@ -10,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
 
-from poros.checkpoint.shards import read_config, resolve
-from poros.config import AttentionPath, StreamConfig
+from poros.checkpoint.locate import read_config, resolve
+from poros.config import AttentionPath, LoraPart, StreamConfig, hash_of
 from poros.engine.attach import Engine, engine_of
 from poros.engine.attention import attention_path
 from poros.engine.load import default_device, load
@@ -20,6 +22,8 @@ from poros.engine.parts import DecoderParts
 from poros.parity.stock import Work, adapters_of, load_stock, make_adapters_count, train
 from poros.parity.surfaces import Comparison, Difference, compare
 from poros.plugins import Plugins, load_plugins
+from poros.provenance import host_peak_bytes, provenance
+from poros.receipt import DTYPE_POLICY, Receipt
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -51,6 +55,9 @@ class CheckResult:
         work: What each arm did.
         attention: The attention path it ran on.
         device: Where.
+        model, model_type: What was checked.
+        copied_bytes: Bytes that travelled in the streamed arm.
+        losses: Of stock.
     """
 
     verdict: Verdict
@@ -65,6 +72,8 @@ class CheckResult:
     work: Work
     attention: AttentionPath
     device: str
+    model: str
+    model_type: str
     copied_bytes: int = 0
     losses: list[float] = field(default_factory=list)
 
@@ -101,7 +110,8 @@ def check(
     where = device or default_device()
     plugins = plugins or load_plugins()
     directory = resolve(model, revision)
-    architecture = plugins.architecture_for(str(read_config(directory)["model_type"]))
+    architecture_type = str(read_config(directory)["model_type"])
+    architecture = plugins.architecture_for(architecture_type)
     seconds: dict[str, float] = {}
     total = 3 * work.steps + 1
     done = 0
@@ -122,6 +132,7 @@ def check(
         seconds[name] = sorted(spans[1:] or spans)[len(spans[1:] or spans) // 2]
         return trace
 
+    transformers.utils.logging.disable_progress_bar()  # the announcements are the progress
     with attention_path(attention):
         # The streamed model first: it refuses a bad checkpoint before anything heavy is done. It keeps little memory.
         announce("reading the checkpoint", 0, total)
@@ -185,8 +196,43 @@ def check(
         work=work,
         attention=attention,
         device=str(where),
+        model=model,
+        model_type=architecture_type,
         copied_bytes=copied,
         losses=[float(tensor) for tensor in reference.surface("loss").values()],
+    )
+
+
+def receipt_of(result: CheckResult, lora: LoraPart, stream: StreamConfig) -> Receipt:
+    """The receipt of a check."""
+    work = result.work
+    config = {
+        "model": result.model,
+        "lora": lora.model_dump(mode="json"),
+        "stream": stream.model_dump(mode="json"),
+        "attention": result.attention,
+        "work": dataclasses.asdict(work),
+    }
+    return Receipt(
+        kind="check",
+        case=result.model,
+        method="poros",
+        model_type=result.model_type,
+        config=config,
+        config_hash=hash_of(config),
+        tokens_per_step=work.batch_size * work.length * work.accumulation,
+        trainable_parameters=result.trainable,
+        dtype_policy=DTYPE_POLICY,
+        s_step_median=result.seconds["streamed"],
+        passes=[result.seconds[arm] for arm in ("stock", "stock again", "streamed")],
+        steps=work.steps,
+        host_peak_gb=host_peak_bytes() / 1e9,
+        copied_gb_per_step=result.copied_bytes / work.steps / 1e9,
+        parity=result.surfaces,
+        losses=result.losses,
+        status="ok",
+        reason=None if result.verdict == "identical" else result.verdict,
+        provenance=provenance(),
     )
 
 

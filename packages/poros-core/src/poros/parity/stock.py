@@ -20,7 +20,8 @@ class Work:
 
     Attributes:
         steps: Optimizer steps.
-        batch_size: Rows per micro-batch; with more than one, every other row is padded.
+        batch_size: Rows per micro-batch.
+        padded: Whether every other row of a micro-batch ends in padding.
         length: Tokens per row.
         accumulation: Micro-batches per optimizer step.
         seed: Of adapters, data and dropout.
@@ -29,6 +30,7 @@ class Work:
 
     steps: int = 5
     batch_size: int = 2
+    padded: bool = True
     length: int = 64
     accumulation: int = 2
     seed: int = 0
@@ -77,14 +79,15 @@ def make_adapters_count(model: nn.Module, seed: int) -> None:
 def make_batches(work: Work, vocab_size: int) -> list[dict[str, Tensor]]:
     """Random token rows, one dict per micro-batch: input_ids, attention_mask, labels, each [batch, length], int64.
 
-    Every other row of a batch is padded on the right for a quarter of its length.
+    Padding is on the right, a quarter of the row.
     """
     generator = torch.Generator().manual_seed(work.seed)
     batches = []
     for _ in range(work.steps * work.accumulation):
         ids = torch.randint(0, vocab_size, (work.batch_size, work.length), generator=generator)
         mask = torch.ones_like(ids)
-        mask[1::2, work.length - work.length // 4 :] = 0
+        if work.padded:
+            mask[1::2, work.length - work.length // 4 :] = 0
         batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
     return batches
 

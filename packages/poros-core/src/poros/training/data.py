@@ -223,7 +223,7 @@ def render_report(report: Report) -> list[str]:
     """The report in a few lines for people."""
     head = f"{report.kept:,} row{'' if report.kept == 1 else 's'} kept"
     if report.repaired:
-        head += f", {len({line for finding in report.repaired for line in finding.lines}):,} repaired"
+        head += f", {sum(len(finding.lines) for finding in report.repaired):,} repaired"
     if report.truncated:
         head += f", {len(report.truncated):,} truncated"
     if report.skipped:
@@ -263,7 +263,7 @@ def _check_ids(row: TokenRow, vocab_size: int, where: str) -> None:
 def _findings(found: Iterable[tuple[int, str]]) -> tuple[Finding, ...]:
     """Lines grouped by reason, the most frequent reason first."""
     lines: dict[str, list[int]] = {}
-    for line, reason in sorted(found):
+    for line, reason in found:
         lines.setdefault(reason, []).append(line)
     findings = [Finding(reason, tuple(where)) for reason, where in lines.items()]
     return tuple(sorted(findings, key=lambda finding: (-len(finding.lines), finding.lines)))

@@ -109,18 +109,13 @@ class Encoder:
         end = self.tokenizer.eos_token_id
         if end is None:
             return ids, labels
-        if ids[-1] == end:  # the row wrote it itself
-            return ids, [*labels[:-1], end]
-        return [*ids, end], [*labels, end]
+        # A row may have written it itself.
+        return (ids, labels) if ids[-1] == end else ([*ids, end], [*labels, end])
 
 
 def _covered(offsets: Sequence[Span], spans: Sequence[Span]) -> Iterator[bool]:
     """Whether each token covers a character of a span."""
-    reached = 0
     for start, end in offsets:
-        if start == end:
-            # Some tokenizers trim white space from offsets, which leaves nothing of a token that is all white space.
-            # Such a token stands for what lies between its neighbours.
-            start = min(reached, start)
-        yield any(start < last and max(end, start + 1) > first for first, last in spans)
-        reached = max(reached, end)
+        # Some tokenizers trim white space from offsets, and nothing but the end is left of a token that is all blank.
+        begin = start if start < end else end - 1
+        yield any(begin < last and end > first for first, last in spans)

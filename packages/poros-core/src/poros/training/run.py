@@ -1,0 +1,278 @@
+"""`poros train`: from a config to an adapter folder.
+
+What can fail cheaply fails first: the output folder, the checkpoint's headers, the tokenizer, the data. Only then is a
+weight read. Training itself is the Trainer of transformers; Poros brings the model and looks after what is written.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from poros.checkpoint.locate import read_config, resolve
+from poros.checkpoint.shards import Shards
+from poros.checkpoint.skeleton import read_model_config
+from poros.config import RunConfig
+from poros.engine.adapters import check_lora, lora_config
+from poros.engine.attach import engine_of
+from poros.engine.attention import attention_path
+from poros.engine.load import default_device, load
+from poros.errors import CheckpointError, PorosError, UnsupportedError
+from poros.plugins import Plugins
+from poros.provenance import host_peak_bytes, provenance
+from poros.receipt import DTYPE_POLICY, Receipt
+from poros.training.data import Prepared, collator, prepare, render_report
+from poros.training.output import (
+    LOSS_CURVE,
+    RECEIPT,
+    clear_folder,
+    plot_losses,
+    prepare_folder,
+    save_adapter,
+    write_run_config,
+)
+from poros.training.progress import StepRecord
+from poros.training.resume import find_resumable, run_identity
+
+
+class Listener(Protocol):
+    """Whoever shows a run to a person."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """A long task has come this far."""
+
+    def step(self, record: StepRecord) -> None:
+        """A training step was logged."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run left behind.
+
+    Attributes:
+        out: The adapter folder.
+        receipt: As written to `receipt.jsonl`.
+        losses: (step, training loss).
+        evaluations: (step, loss on held-out rows).
+    """
+
+    out: Path
+    receipt: Receipt
+    losses: list[tuple[int, float]]
+    evaluations: list[tuple[int, float]]
+
+
+def train(config: RunConfig, plugins: Plugins, listener: Listener) -> TrainResult:
+    """Run a whole training run.
+
+    Raises:
+        PorosError: the run can't start, or had to stop. A checkpoint that was complete before stays complete.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UnsupportedError(
+            "Poros trains in one process, but WORLD_SIZE says there are several", "start it without torchrun"
+        )
+    out = prepare_folder(config)
+    directory = resolve(config.model.path, config.model.revision)
+    architecture = plugins.architecture_for(str(read_config(directory)["model_type"]))
+    model_config = read_model_config(directory, architecture)
+    lora = lora_config(config.lora, config.model.revision)
+    check_lora(lora)
+    Shards.open(directory).close()
+    tokenizer = read_tokenizer(directory)
+    vocab_size = int(model_config.get_text_config().vocab_size)
+
+    rows = _prepare(config, tokenizer, vocab_size, None, listener)
+    held_out = None
+    if config.data.eval_path is not None:
+        held_out = _prepare(config, tokenizer, vocab_size, config.data.eval_path, listener)
+    identity = run_identity(config, rows.hash)
+    resume_from = _resume_from(config, out, identity, listener)
+    if config.overwrite and resume_from is None:
+        clear_folder(out)
+
+    device = default_device()
+    with attention_path(config.training.attention):
+        model = load(
+            directory,
+            lora=lora,
+            seed=config.training.seed,
+            block_size=config.stream.block_size,
+            slots=config.stream.slots,
+            tier=config.stream.tier,
+            device=device,
+            plugins=plugins,
+            name=config.model.path,
+            progress=lambda done, total: listener.advance("reading the checkpoint", done, total),
+        )
+        try:
+            return _run(config, model, tokenizer, rows, held_out, identity, resume_from, out, device, plugins, listener)
+        finally:
+            engine_of(model).close()
+
+
+def read_tokenizer(directory: Path) -> Any:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        CheckpointError: there is none, or it can't be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        raise CheckpointError(
+            f"no tokenizer can be read from {directory}: {' '.join(str(error).split())[:300]}",
+            "put tokenizer.json and tokenizer_config.json of the model beside its weights",
+        ) from error
+
+
+def _prepare(config: RunConfig, tokenizer: Any, vocab_size: int, path: str | None, listener: Listener) -> Prepared:
+    shown = path or config.data.path
+    prepared = prepare(
+        config.data,
+        tokenizer,
+        vocab_size=vocab_size,
+        path=path,
+        progress=lambda done, total: listener.advance(f"preparing {shown}", done, total),
+    )
+    for line in render_report(prepared.report):
+        listener.note(f"{shown}: {line}")
+    return prepared
+
+
+def _resume_from(config: RunConfig, out: Path, identity: str, listener: Listener) -> Path | None:
+    if not config.resume:
+        return None
+    found = find_resumable(out, identity)
+    for line in found.passed_over:
+        listener.note(f"passed over {line}")
+    where = (
+        f"going on from {found.folder.name}" if found.folder else "no complete checkpoint; starting from the beginning"
+    )
+    listener.note(where)
+    return found.folder
+
+
+def _run(
+    config: RunConfig,
+    model: Any,
+    tokenizer: Any,
+    rows: Prepared,
+    held_out: Prepared | None,
+    identity: str,
+    resume_from: Path | None,
+    out: Path,
+    device: torch.device,
+    plugins: Plugins,
+    listener: Listener,
+) -> TrainResult:
+    from transformers import PrinterCallback
+
+    from poros.training.trainer import StepObserver, StreamedTrainer, training_arguments
+
+    losses: list[tuple[int, float]] = []
+    evaluations: list[tuple[int, float]] = []
+
+    def on_step(record: StepRecord) -> None:
+        losses.append((record.step, record.loss))
+        listener.step(record)
+        plugins.step_end(record)
+
+    observer = StepObserver(model, identity, on_step)
+    trainer = StreamedTrainer(
+        model=model,
+        args=training_arguments(config, out, device.type == "cpu"),
+        train_dataset=rows.dataset(),
+        eval_dataset=held_out.dataset() if held_out is not None else None,
+        data_collator=collator(
+            tokenizer, config.data.pad_to_multiple_of, vocab_size=model.config.get_text_config().vocab_size
+        ),
+        callbacks=[observer],
+    )
+
+    trainer.remove_callback(PrinterCallback)  # it prints every log as a dict; the listener shows them
+
+    def evaluate(step: int) -> None:
+        if held_out is not None:
+            listener.note("evaluating on held-out rows")
+            evaluations.append((step, float(trainer.evaluate()["eval_loss"])))
+            listener.note(f"held-out loss at step {step}: {evaluations[-1][1]:.4f}")
+
+    write_run_config(config, out)
+    counts = engine_of(model).streamer.counts
+    began = time.perf_counter()
+    copied = 0
+    try:
+        if resume_from is None:
+            evaluate(0)
+        copied = counts.copied_bytes
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from is not None else None)
+        copied = counts.copied_bytes - copied
+        evaluate(trainer.state.global_step)
+        save_adapter(model, out)
+    except (PorosError, torch.OutOfMemoryError) as error:
+        status = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
+        _receipt(config, model, rows, observer, losses, copied, device, status, str(error)).append(out / RECEIPT)
+        if isinstance(error, PorosError):
+            raise
+        longest = max(len(row.input_ids) for row in rows.rows)
+        raise PorosError(
+            f"out of memory; the longest row has {longest} tokens, {config.training.batch_size} rows go at a time",
+            "lower data.max_length or training.batch_size; raise training.accumulation to keep the batch",
+        ) from error
+    receipt = _receipt(config, model, rows, observer, losses, copied, device, "ok", None)
+    receipt.append(out / RECEIPT)
+    plot_losses(out / LOSS_CURVE, losses, evaluations, f"{Path(config.model.path).name}: {Path(config.data.path).name}")
+    listener.note(f"trained in {time.perf_counter() - began:.0f} s")
+    return TrainResult(out, receipt, losses, evaluations)
+
+
+def _receipt(
+    config: RunConfig,
+    model: Any,
+    rows: Prepared,
+    observer: Any,
+    losses: list[tuple[int, float]],
+    copied: int,
+    device: torch.device,
+    status: Any,
+    reason: str | None,
+) -> Receipt:
+    durations = observer.durations[1:] or observer.durations  # the first step warms up
+    steps = len(observer.durations)
+    on_gpu = device.type == "cuda"
+    return Receipt(
+        kind="train",
+        case=config.model.path,
+        method="poros",
+        model_type=model.config.model_type,
+        config=config.model_dump(mode="json"),
+        config_hash=config.hash,
+        data_hash=rows.hash,
+        tokens_per_step=round(statistics.mean(observer.tokens)) if observer.tokens else None,
+        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        dtype_policy=DTYPE_POLICY,
+        s_step_median=statistics.median(durations) if durations else None,
+        s_step_std=statistics.stdev(durations) if len(durations) > 1 else None,
+        passes=[statistics.median(durations)] if durations else [],
+        steps=steps,
+        vram_allocated_gb=torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None,
+        vram_reserved_gb=torch.cuda.max_memory_reserved(device) / 1e9 if on_gpu else None,
+        host_peak_gb=host_peak_bytes() / 1e9,
+        copied_gb_per_step=copied / steps / 1e9 if steps else None,
+        losses=[loss for _, loss in losses],
+        status=status,
+        reason=reason,
+        provenance=provenance(),
+    )

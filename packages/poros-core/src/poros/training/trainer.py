@@ -1,0 +1,126 @@
+"""The Trainer of transformers over a streamed model: its own loop, with Poros's checks and records around it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from poros.config import RunConfig
+from poros.errors import StreamError
+from poros.training.output import save_adapter
+from poros.training.progress import StepRecord
+from poros.training.resume import write_manifest
+
+
+class StreamedTrainer(Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` whose checkpoints hold the adapter whole or not at all."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        save_adapter(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
+
+
+class StepObserver(TrainerCallback):  # type: ignore[misc]
+    """Watches the optimizer loop.
+
+    Args:
+        model: The peft model, to see that every adapter learns.
+        identity: Written into the manifest of each checkpoint.
+        on_step: Told of every logged step.
+    """
+
+    def __init__(self, model: Any, identity: str, on_step: Callable[[StepRecord], None]) -> None:
+        self._adapters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._identity = identity
+        self._on_step = on_step
+        self._checked = False
+        self._began = time.perf_counter()
+        self._seen = 0
+        self.durations: list[float] = []
+        self.tokens: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        idle = [name for name, parameter in self._adapters if parameter.grad is None]
+        if idle:
+            raise StreamError(
+                f"{len(idle)} of {len(self._adapters)} adapter tensors got no gradient in the first step: {idle[0]}",
+                "they would stay as they are; leave the layers they belong to out of lora.targets",
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.durations.append(time.perf_counter() - self._began)
+        self.tokens.append(state.num_input_tokens_seen - self._seen)
+        self._seen = state.num_input_tokens_seen
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._seen = state.num_input_tokens_seen  # not zero in a resumed run
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        loss, norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise StreamError(
+                f"step {state.global_step}: the loss is {loss} and the gradient norm {norm}",
+                "lower training.learning_rate, or look for rows with extreme content; checkpoints so far are intact",
+            )
+        self._on_step(
+            StepRecord(
+                step=state.global_step,
+                steps=state.max_steps,
+                loss=loss,
+                gradient_norm=norm,
+                learning_rate=float(logs.get("learning_rate", math.nan)),
+                tokens=self.tokens[-1] if self.tokens else 0,
+                seconds=self.durations[-1] if self.durations else 0.0,
+            )
+        )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}", self._identity)
+
+
+def training_arguments(config: RunConfig, out: Path, on_cpu: bool) -> TrainingArguments:
+    """The Trainer's arguments for a run's config. bf16 autocast, torch's AdamW, nothing reported anywhere."""
+    part = config.training
+    return TrainingArguments(
+        output_dir=str(out),
+        max_steps=part.steps if part.steps is not None else -1,
+        num_train_epochs=part.epochs,
+        per_device_train_batch_size=part.batch_size,
+        per_device_eval_batch_size=part.batch_size,
+        gradient_accumulation_steps=part.accumulation,
+        learning_rate=part.learning_rate,
+        lr_scheduler_type=part.schedule,
+        warmup_steps=part.warmup_steps,
+        weight_decay=part.weight_decay,
+        max_grad_norm=part.max_grad_norm,
+        optim="adamw_torch",
+        bf16=True,
+        use_cpu=on_cpu,
+        seed=part.seed,
+        data_seed=part.seed,
+        logging_strategy="steps",
+        logging_steps=part.log_every,
+        logging_nan_inf_filter=False,  # it would show the last finite loss in place of NaN
+        save_strategy="steps" if part.save_every is not None else "no",
+        save_steps=part.save_every or 1,
+        save_total_limit=part.keep_checkpoints,
+        eval_strategy="no",
+        prediction_loss_only=True,  # keeping the logits of an evaluation takes more memory than training
+        remove_unused_columns=False,
+        dataloader_pin_memory=not on_cpu,
+        include_num_input_tokens_seen="all",
+        report_to=[],
+        disable_tqdm=True,
+    )

@@ -1,0 +1,195 @@
+"""The streamer under an adversarial transfer: copies late and out of order, freed slots full of NaN."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import poros
+from poros.architecture import Architecture
+from poros.config import LoraPart
+from poros.engine.adapters import lora_config
+from poros.engine.attach import engine_of
+from poros.engine.attention import attention_path
+from poros.engine.parts import DecoderParts
+from poros.errors import StreamError
+from poros.parity.stock import Work, load_stock, make_adapters_count, train
+from poros.parity.surfaces import compare
+from poros.plugins import Plugins
+from poros.store.tiers import PageableStore
+from poros.stream.schedule import Phase
+from poros.stream.slots import make_slots
+from poros.stream.streamer import Streamer
+from poros.stream.transfer import Arrival, HostTransfer, Piece
+
+CPU = torch.device("cpu")
+
+
+class Adversary:
+    """A transfer that copies as late as it may and in random order, and poisons a slot the moment it is given up.
+
+    Args:
+        seed: Of the order.
+        forget_waits: A broken streamer: waiting for an arrival does nothing.
+    """
+
+    def __init__(self, seed: int = 0, forget_waits: bool = False) -> None:
+        self._random = random.Random(seed)
+        self._pending: list[tuple[int, Sequence[Piece]]] = []
+        self._in_use: set[int] = set()
+        self._forget_waits = forget_waits
+        self.poisoned = 0
+
+    def copy(self, slot: int, pieces: Sequence[Piece]) -> Arrival:
+        for _, target in pieces:
+            target.fill_(0xFF)  # NaN in every float format, the top code in every packed one
+            self.poisoned += 1
+        # What was on its way into this slot is overtaken.
+        self._pending = [(other, ps) for other, ps in self._pending if other != slot]
+        self._pending.append((slot, pieces))
+        adversary = self
+
+        class Late:
+            def wait(self) -> None:
+                if not adversary._forget_waits:
+                    adversary._deliver_until(slot)
+
+        return Late()
+
+    def _deliver_until(self, slot: int) -> None:
+        self._random.shuffle(self._pending)
+        while any(other == slot for other, _ in self._pending):
+            _, pieces = self._pending.pop()
+            for source, target in pieces:
+                target.copy_(source)
+
+    def leave(self, slot: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._pending = []
+
+
+def losses(
+    family: str,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    transfer: Adversary,
+    slots: int,
+    block_size: int,
+) -> bool:
+    lora = lora_config(LoraPart(rank=4, dropout=0.1))
+    work = Work(steps=5, length=16, accumulation=2, learning_rate=1e-2)
+    directory = checkpoint(family, {})
+    models = (
+        load_stock(directory, lora, 0, CPU),
+        poros.load(
+            directory,
+            lora=lora,
+            seed=0,
+            slots=slots,
+            block_size=block_size,
+            device="cpu",
+            plugins=plugins,
+            transfer=transfer,
+        ),
+    )
+    traces = []
+    for model in models:
+        make_adapters_count(model, 0)
+        with attention_path("fused"):
+            traces.append(train(model, DecoderParts.of(model, families[family]).layers, work, CPU))
+    return compare(*traces, engine_of(models[1]).blocks).identical
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize(("slots", "block_size"), [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2)])
+def test_no_poison_reaches_a_result(
+    family: str,
+    slots: int,
+    block_size: int,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+) -> None:
+    adversary = Adversary(seed=slots)
+    assert losses(family, checkpoint, families, plugins, adversary, slots, block_size)
+    assert adversary.poisoned > 0
+
+
+def test_the_adversary_catches_a_streamer_that_does_not_wait(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    assert not losses("qwen2", checkpoint, families, plugins, Adversary(forget_waits=True), 2, 1)
+
+
+@pytest.fixture
+def streamer() -> Streamer:
+    store = PageableStore([8] * 4)
+    for layer in range(4):
+        store.slab(layer).fill_(layer + 1)
+    return Streamer(store, make_slots(2, 8, CPU), HostTransfer(), [(0,), (1,), (2,), (3,)])
+
+
+def step(streamer: Streamer) -> None:
+    for phase, blocks in ((Phase.FORWARD, range(4)), (Phase.BACKWARD, reversed(range(4)))):
+        for block in blocks:
+            with streamer.visit(block, phase) as slot:
+                assert slot.buffer.unique().tolist() == [block + 1]
+
+
+def test_copies_per_step_are_the_schedules_optimum(streamer: Streamer) -> None:
+    step(streamer)
+    for _ in range(3):
+        before = streamer.counts.copies
+        step(streamer)
+        assert streamer.counts.copies - before == 2 * 4 - 2 * 2 == streamer.training.copies_per_period()
+    assert streamer.counts.copied_bytes == 8 * streamer.counts.copies
+    assert streamer.counts.late == 1  # only the very first
+
+
+def test_an_evaluation_in_the_middle_only_costs_copies(streamer: Streamer) -> None:
+    step(streamer)
+    streamer.expect(streamer.inference)
+    for block in range(4):
+        with streamer.visit(block, Phase.FORWARD) as slot:
+            assert slot.buffer.unique().tolist() == [block + 1]
+    streamer.expect(streamer.training)
+    step(streamer)
+
+
+def test_visits_in_any_order_are_right(streamer: Streamer) -> None:
+    order = random.Random(0)
+    for _ in range(100):
+        block = order.randrange(4)
+        with streamer.visit(block, order.choice(list(Phase))) as slot:
+            assert slot.buffer.unique().tolist() == [block + 1]
+
+
+def test_more_visits_at_a_time_than_slots_are_refused(streamer: Streamer) -> None:
+    with (
+        streamer.visit(0, Phase.FORWARD),
+        streamer.visit(1, Phase.FORWARD),
+        pytest.raises(StreamError, match="no slot is free for block 2"),
+        streamer.visit(2, Phase.FORWARD),
+    ):
+        pass
+
+
+def test_a_visit_that_fails_gives_its_slot_back(streamer: Streamer) -> None:
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="boom"), streamer.visit(1, Phase.FORWARD):
+            raise RuntimeError("boom")
+    step(streamer)
+
+
+def test_closed_means_closed(streamer: Streamer) -> None:
+    streamer.close()
+    streamer.close()
+    with pytest.raises(StreamError, match="no longer streams"), streamer.visit(0, Phase.FORWARD):
+        pass
