@@ -26,6 +26,7 @@ from poros.plugins import Plugins
 
 CPU = torch.device("cpu")
 FAMILIES = ("qwen2", "gemma3")
+Q = "model.layers.2.self_attn.q_proj.weight"
 
 
 def lora() -> Any:
@@ -121,8 +122,26 @@ def test_files_decide_what_is_in_four_bit_not_the_list(
     kept = "model.layers.1.mlp.down_proj.weight"
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(kept)} | {kept: plain[kept]}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="layers 0 and 1 are both 'full_attention' but differ"):
-        poros.load(directory, lora=lora(), device="cpu", plugins=plugins)
+    model = poros.load(directory, lora=lora(), seed=0, device="cpu", plugins=plugins)
+    found = slabs(model)
+    assert torch.equal(found["1.mlp.down_proj.weight"], plain[kept])
+    assert "1.mlp.down_proj.weight.absmax" not in found
+    assert "0.mlp.down_proj.weight.absmax" in found
+    assert len({id(packing) for packing in engine_of(model).packings}) == 2
+    with torch.no_grad():
+        assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
+
+
+@pytest.mark.parametrize("part", ["absmax", "quant_map", "nested_absmax", "nested_quant_map"])
+def test_half_a_set_of_quantisation_tensors_is_refused(
+    part: str, pre_quantised: Callable[[str], Path], plugins: Plugins
+) -> None:
+    directory = pre_quantised("qwen2")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[f"{Q}.{part}"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{Q} is in 4 bit, but {Q}.{part} is missing"):
+        poros.load(directory, device="cpu", plugins=plugins)
 
 
 def edited(directory: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -133,9 +152,6 @@ def edited(directory: Path, tmp_path: Path, change: Callable[[dict[str, torch.Te
     change(tensors)
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
-
-
-Q = "model.layers.2.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(

@@ -66,25 +66,31 @@ def four_bit_weights(shards: Shards) -> frozenset[str]:
     return frozenset(name.removesuffix(end) for name in shards.names if name.endswith(end))
 
 
-def make_packings(layers: Sequence[Sequence[FrozenTensor]], kinds: Sequence[str]) -> tuple[Packing, ...]:
-    """The packing of every layer, one object per layer kind.
+def make_packings(
+    layers: Sequence[Sequence[FrozenTensor]], kinds: Sequence[str], mixed: bool = False
+) -> tuple[Packing, ...]:
+    """The packing of every layer; layers with equal layouts share one object.
+
+    Args:
+        layers: The frozen tensors of each layer.
+        kinds: The layer kind of each layer.
+        mixed: Whether layers of one kind may differ, as in a checkpoint in which some weights were left in 16 bit.
 
     Raises:
         CheckpointError: layers of one kind differ in their frozen tensors, or there is not one kind per layer.
     """
     if len(kinds) != len(layers):
         raise CheckpointError(f"the config has {len(kinds)} layer kinds for {len(layers)} layers")
-    by_kind: dict[str, tuple[int, Packing]] = {}
+    first_of: dict[str, tuple[int, Packing]] = {}
+    shared: dict[Packing, Packing] = {}
     packings = []
     for index, (places, kind) in enumerate(zip(layers, kinds, strict=True)):
-        tensors = [(place, place.get()) for place in places]
-        packing = Packing.of((place.name, tensor.dtype, tuple(tensor.shape)) for place, tensor in tensors)
-        first, known = by_kind.setdefault(kind, (index, packing))
-        if known != packing:
-            mine, theirs = set(packing.fields), set(known.fields)
-            names = sorted({field.name for field in mine ^ theirs})
+        packing = Packing.of((place.name, place.get().dtype, tuple(place.get().shape)) for place in places)
+        first, known = first_of.setdefault(kind, (index, packing))
+        if known != packing and not mixed:
+            names = sorted({field.name for field in set(packing.fields) ^ set(known.fields)})
             raise CheckpointError(f"layers {first} and {index} are both {kind!r} but differ in {', '.join(names[:5])}")
-        packings.append(known)
+        packings.append(shared.setdefault(packing, packing))
     return tuple(packings)
 
 
@@ -101,11 +107,11 @@ def plan_reading(skeleton: Skeleton, shards: Shards, prefix: str, kinds: Sequenc
         CheckpointError: with every missing, unexpected or misshapen tensor (the first few of many).
     """
     architecture = skeleton.architecture
-    packings = make_packings(skeleton.layers, kinds)
+    quantised = four_bit_weights(shards)
+    packings = make_packings(skeleton.layers, kinds, mixed=bool(quantised))
     prefixes = tuple(f"{prefix}{architecture.layers}.{index}." for index in range(len(skeleton.layers)))
     problems: list[str] = []
     claimed: set[str] = set()
-    quantised = four_bit_weights(shards)
     for layer_prefix, places in zip(prefixes, skeleton.layers, strict=True):
         for place in places:
             if not place.part:

@@ -38,12 +38,11 @@ def make_app(plugins: Plugins) -> typer.Typer:
     @app.callback()
     def common(
         context: typer.Context,
-        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+        ] = False,
     ) -> None:
         context.obj = plugins
-        if version:
-            typer.echo(__version__)
-            raise typer.Exit
 
     app.command()(train)
     app.command()(check)
@@ -51,6 +50,12 @@ def make_app(plugins: Plugins) -> typer.Typer:
     app.command("plugins")(list_plugins)
     plugins.commands(app)
     return app
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 def main() -> None:

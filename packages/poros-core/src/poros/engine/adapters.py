@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from poros.config import LoraPart
 from poros.errors import UnsupportedError
@@ -43,6 +46,30 @@ def check_lora(config: LoraConfig) -> None:
         raise UnsupportedError(
             f"LoraConfig(init_lora_weights={config.init_lora_weights!r}) is not supported: it reads the base weights",
             f"use one of {', '.join(map(repr, _PLAIN_INITS))}",
+        )
+
+
+def check_targets(config: LoraConfig, model: nn.Module) -> None:
+    """Refuse targets that name nothing in the model; peft itself complains only when none of them does.
+
+    Raises:
+        UnsupportedError: naming the targets, and the linear layers that there are.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    targets = config.target_modules
+    if targets == "all-linear" or targets is None:
+        return
+    if isinstance(targets, str):
+        unknown = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        unknown = [t for t in sorted(targets) if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if unknown:
+        linears = sorted(
+            {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        )
+        raise UnsupportedError(
+            f"the LoRA targets name nothing in this model: {', '.join(unknown)}",
+            f"its linear layers: {', '.join(linears)}",
         )
 
 

@@ -207,7 +207,7 @@ def attach(
         raise StreamError("this model streams already")
     check_trainable(model, architecture)
     places = [frozen_tensors(layer) for layer in parts.layers]
-    packings = make_packings(places, architecture.layer_kinds(base.config))
+    packings = make_packings(places, architecture.layer_kinds(base.config), mixed=True)
     config = StreamConfig.model_validate({"block_size": block_size, "slots": slots, "tier": tier})
     store = make_store([packing.nbytes for packing in packings], config.tier, parts.device)
     for index, (layer_places, packing) in enumerate(zip(places, packings, strict=True)):

@@ -15,7 +15,7 @@ from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, 
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, read_model_config
 from poros.config import StreamConfig
-from poros.engine.adapters import check_lora
+from poros.engine.adapters import check_lora, check_targets
 from poros.engine.attach import Engine, check_trainable, start_streaming
 from poros.engine.parts import DecoderParts
 from poros.plugins import Plugins, load_plugins
@@ -99,6 +99,7 @@ def load(
         if lora is not None:
             # Before any weight is read: what is wrong with the adapters comes out now, and the layers' names are known
             # by their modules, which peft leaves in place.
+            check_targets(lora, skeleton.model)
             if seed is not None:
                 torch.manual_seed(seed)
             streamed = get_peft_model(skeleton.model, lora)

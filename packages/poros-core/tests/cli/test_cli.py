@@ -1,0 +1,210 @@
+"""The command line as a user meets it: exit codes, messages, JSON, and a help that is quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poros.cli import app
+from poros.receipt import read_receipts
+from poros.testing.checkpoints import make_tokenizer
+
+
+@pytest.fixture
+def poros(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """poros(*arguments) -> (exit code, stdout, stderr), in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["poros", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            app.main()
+        out, err = capsys.readouterr()
+        code = caught.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), out, err
+
+    return call
+
+
+def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_help_imports_no_torch_and_is_quick() -> None:
+    code = (
+        "import sys; sys.argv = ['poros', '--help']\n"
+        "from poros.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'peft', 'bitsandbytes', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    )
+    began = time.perf_counter()
+    done = in_a_process("-c", code)
+    took = time.perf_counter() - began
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    for verb in ("train", "check", "doctor", "plugins"):
+        assert verb in done.stdout
+    # Importing torch alone takes longer than this; the sum is generous to a busy machine.
+    assert took < 5
+
+
+@pytest.mark.parametrize("verb", ["train", "check", "doctor", "plugins"])
+def test_every_verb_has_help_with_an_example(verb: str, poros: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = poros(verb, "--help")
+    assert code == 0
+    assert f"poros {verb}" in out.split("Example:")[1]
+
+
+def test_version(poros: Callable[..., tuple[int, str, str]]) -> None:
+    from poros import __version__
+
+    assert poros("--version")[:2] == (0, __version__ + "\n")
+
+
+def test_plugins(poros: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = poros("plugins", "--json")
+    assert code == 0
+    found = {info["name"]: info for info in json.loads(out)}
+    assert found["qwen"]["distribution"] == "poros-arch-qwen"
+    assert found["qwen"]["model_types"] == ["qwen2"]
+    assert found["gemma"]["families"] == ["gemma3"]
+    assert found["bench"]["hooks"] == ["poros_bench_methods", "poros_commands"]
+    assert all(info["version"] for info in found.values())
+    code, out, _ = poros("plugins")
+    assert code == 0
+    assert "poros-arch-gemma" in out
+
+
+def test_doctor(poros: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = poros("doctor", "--json")
+    findings = {finding["what"]: finding for finding in json.loads(out)}
+    assert code == (1 if any(f["state"] == "error" for f in findings.values()) else 0)
+    for what in (
+        "python",
+        "torch",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "NF4",
+        "RAM",
+        "pinned memory",
+        "disk",
+        "families",
+    ):
+        assert findings[what]["found"]
+        assert findings[what]["state"] in ("ok", "warning", "error")
+    assert findings["NF4"]["state"] == "ok"
+    assert "qwen2" in findings["families"]["found"]
+    code, out, _ = poros("doctor")
+    assert "bitsandbytes" in out
+
+
+def test_check_says_identical(
+    checkpoint: Callable[..., Path], poros: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    directory = checkpoint("qwen2", {})
+    code, out, err = poros("check", directory, "--steps", 1, "--length", 16, "--out", tmp_path / "r.jsonl")
+    assert code == 0, err
+    assert out.rstrip().endswith("identical")
+    assert "control arm" in out
+    code, out, _ = poros("check", directory, "--steps", 1, "--length", 16, "--json")
+    assert code == 0
+    receipt = json.loads(out)
+    assert receipt["schema"] == 1
+    assert receipt["kind"] == "check"
+    assert receipt["parity"] == dict.fromkeys(receipt["parity"], True)
+    assert len(read_receipts(tmp_path / "r.jsonl")) == 1
+
+
+def test_check_exits_with_1_when_the_answer_is_no(
+    checkpoint: Callable[..., Path], poros: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poros.parity.gate.corrupt", lambda engine, block: "nothing")
+    code, out, _ = poros("check", checkpoint("qwen2", {}), "--steps", 1, "--length", 16)
+    assert code == 1
+    assert "control arm not caught" in out
+    assert "NOT told apart" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "no/such/dir"], "no checkpoint directory"),
+        (["check", "."], "config.json"),
+        (["check", "x", "--attention", "magic"], "attention"),
+        (["check", "x", "--tier", "tape"], "stream.tier"),
+        (["check", "x", "--steps", "0"], "--steps"),
+        (["train"], "model: is required"),
+        (["train", "missing.yaml"], "can't read the config file"),
+        (["train", "--model", "m", "--data", "d", "--out", "o", "--set", "lora.rnk=3"], "lora.rnk: is not a known key"),
+        (["train", "--model", "m", "--data", "d", "--out", "o", "--set", "nonsense"], "expected a.b=value"),
+        (["no-such-verb"], "No such command"),
+    ],
+)
+def test_wrong_calls_exit_with_2_and_no_traceback(
+    arguments: list[str],
+    words: str,
+    poros: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = poros(*arguments)
+    assert code == 2
+    assert words in err
+    assert "Traceback" not in out + err
+
+
+def test_train_and_its_refusals(
+    checkpoint: Callable[..., Path], poros: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen2", {"vocab_size": 300}), model)
+    make_tokenizer(["some text to learn from"], vocab_size=300).save_pretrained(model)
+    data = tmp_path / "text.jsonl"
+    data.write_text("\n".join(json.dumps({"text": f"some text {n}"}) for n in range(8)))
+    arguments = (
+        "train",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--out",
+        tmp_path / "out",
+        "--steps",
+        2,
+        "--set",
+        "lora.rank=2",
+    )
+    code, out, err = poros(*arguments)
+    assert code == 0, err
+    for name in ("adapter", "receipt", "loss curve"):
+        assert name in out
+    code, _, err = poros(*arguments)
+    assert code == 2
+    assert "not empty" in err
+    assert "--overwrite" in err
+    assert poros(*arguments, "--overwrite")[0] == 0
+
+
+def test_an_interrupted_run_exits_with_130(
+    poros: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("poros.training.run.train", interrupt)
+    code, _, err = poros("train", "--model", "m", "--data", "d", "--out", tmp_path / "out")
+    assert code == 130
+    assert "interrupted" in err
