@@ -61,7 +61,7 @@ def _version(asked: bool) -> None:
 def main() -> None:
     """The console script `poros`."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # for the authors of libraries, not for users
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a CPU kernel that training never uses
     try:
         make_app(load_plugins())(prog_name="poros")

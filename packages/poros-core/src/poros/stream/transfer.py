@@ -66,11 +66,12 @@ class HostTransfer:
 
 
 class _CudaArrival:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class CudaTransfer:
@@ -82,6 +83,7 @@ class CudaTransfer:
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._arrivals = [torch.cuda.Event() for _ in range(num_slots)]
         self._departures = [torch.cuda.Event() for _ in range(num_slots)]
@@ -95,10 +97,10 @@ class CudaTransfer:
             for source, target in pieces:
                 target.copy_(source, non_blocking=True)
             self._arrivals[slot].record(self._stream)
-        return _CudaArrival(self._arrivals[slot])
+        return _CudaArrival(self._arrivals[slot], self._device)
 
     def leave(self, slot: int) -> None:
-        self._departures[slot].record(torch.cuda.current_stream())
+        self._departures[slot].record(torch.cuda.current_stream(self._device))
 
     def close(self) -> None:
         self._stream.synchronize()
