@@ -6,7 +6,6 @@ own, so nothing but nox is needed beforehand.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import nox
@@ -81,5 +80,5 @@ def build(session: nox.Session) -> None:
     session.install("build", "hatchling")
     for name in PACKAGES:
         session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", f"packages/{name}")
-    for wheel in sorted(os.listdir("dist")):
-        print(f"dist/{wheel}")
+    for wheel in sorted((ROOT / "dist").iterdir()):
+        print(wheel.relative_to(ROOT))

@@ -15,11 +15,11 @@ CONTRACT = (
     "schema kind case method model_type config config_hash data_hash tokens_per_step trainable_parameters dtype_policy "
     "s_step_median s_step_std passes steps vram_allocated_gb vram_reserved_gb vram_device_gb host_peak_gb "
     "copied_gb_per_step link_gb_s link_share stall_s_per_step plan parity status reason provenance"
-).split()  # noqa: SIM905
+).split()
 PROVENANCE = (
     "poros commit torch cuda transformers peft bitsandbytes triton python gpu_name gpu_uuid driver pcie_gen pcie_width "
     "cpu cores host_ram_gb date"
-).split()  # noqa: SIM905
+).split()
 
 
 def receipt() -> Receipt:
