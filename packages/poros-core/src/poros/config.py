@@ -85,6 +85,9 @@ class TrainingConfig(Part):
     attention: AttentionPath = "fused"
     log_every: PositiveInt = Field(1, description="optimizer steps between two points of the loss curve")
     save_every: PositiveInt | None = Field(None, description="optimizer steps between two checkpoints; none by default")
+    eval_every: PositiveInt | None = Field(
+        None, description="optimizer steps between two evaluations on `data.eval_path`; before and after by default"
+    )
     keep_checkpoints: PositiveInt = Field(2, description="how many checkpoints stay on disk")
 
 

@@ -96,7 +96,11 @@ def test_a_run_leaves_an_adapter_a_receipt_a_config_and_a_curve(
     ready: tuple[Path, Path], tmp_path: Path, plugins: Plugins
 ) -> None:
     listener = Listener()
-    result = train(settings(ready, tmp_path / "out", **{"data.eval_path": str(ready[1])}), plugins, listener)
+    result = train(
+        settings(ready, tmp_path / "out", **{"data.eval_path": str(ready[1]), "training.eval_every": 2}),
+        plugins,
+        listener,
+    )
     assert {path.name for path in result.out.iterdir()} == {
         "adapter_config.json",
         ADAPTER,
@@ -108,6 +112,7 @@ def test_a_run_leaves_an_adapter_a_receipt_a_config_and_a_curve(
     assert [record.step for record in listener.steps] == list(range(1, 7))
     assert all(record.tokens > 0 and record.seconds > 0 for record in listener.steps)
     assert result.evaluations[-1][1] < result.evaluations[0][1]
+    assert [step for step, _ in result.evaluations] == [0, 2, 4, 6]
     (receipt,) = read_receipts(result.out / "receipt.jsonl")
     assert (receipt.kind, receipt.status, receipt.steps) == ("train", "ok", 6)
     assert receipt.losses == [record.loss for record in listener.steps]

@@ -198,10 +198,15 @@ def _run(
         listener.step(record)
         plugins.step_end(record)
 
-    observer = StepObserver(model, identity, on_step)
+    def on_evaluation(step: int, loss: float) -> None:
+        evaluations.append((step, loss))
+        listener.note(f"held-out loss at step {step}: {loss:.4f}")
+
+    counts = engine_of(model).streamer.counts
+    observer = StepObserver(model, identity, lambda: counts.copied_bytes, on_step, on_evaluation)
     trainer = StreamedTrainer(
         model=model,
-        args=training_arguments(config, out, device.type == "cpu"),
+        args=training_arguments(config, out, device.type == "cpu", held_out is not None),
         train_dataset=rows.dataset(),
         eval_dataset=held_out.dataset() if held_out is not None else None,
         data_collator=collator(
@@ -212,27 +217,18 @@ def _run(
 
     trainer.remove_callback(PrinterCallback)  # it prints every log as a dict; the listener shows them
 
-    def evaluate(step: int) -> None:
-        if held_out is not None:
-            listener.note("evaluating on held-out rows")
-            evaluations.append((step, float(trainer.evaluate()["eval_loss"])))
-            listener.note(f"held-out loss at step {step}: {evaluations[-1][1]:.4f}")
-
     write_run_config(config, out)
-    counts = engine_of(model).streamer.counts
     began = time.perf_counter()
-    copied = 0
     try:
-        if resume_from is None:
-            evaluate(0)
-        copied = counts.copied_bytes
+        if held_out is not None and resume_from is None:
+            trainer.evaluate()
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from is not None else None)
-        copied = counts.copied_bytes - copied
-        evaluate(trainer.state.global_step)
+        if held_out is not None and (not evaluations or evaluations[-1][0] != trainer.state.global_step):
+            trainer.evaluate()
         save_adapter(model, out)
     except (PorosError, torch.OutOfMemoryError) as error:
         status = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
-        _receipt(config, model, rows, observer, losses, copied, device, status, str(error)).append(out / RECEIPT)
+        _receipt(config, model, rows, observer, losses, device, status, str(error)).append(out / RECEIPT)
         if isinstance(error, PorosError):
             raise
         longest = max(len(row.input_ids) for row in rows.rows)
@@ -240,7 +236,7 @@ def _run(
             f"out of memory; the longest row has {longest} tokens, {config.training.batch_size} rows go at a time",
             "lower data.max_length or training.batch_size; raise training.accumulation to keep the batch",
         ) from error
-    receipt = _receipt(config, model, rows, observer, losses, copied, device, "ok", None)
+    receipt = _receipt(config, model, rows, observer, losses, device, "ok", None)
     receipt.append(out / RECEIPT)
     plot_losses(out / LOSS_CURVE, losses, evaluations, f"{Path(config.model.path).name}: {Path(config.data.path).name}")
     listener.note(f"trained in {time.perf_counter() - began:.0f} s")
@@ -253,7 +249,6 @@ def _receipt(
     rows: Prepared,
     observer: Any,
     losses: list[tuple[int, float]],
-    copied: int,
     device: torch.device,
     status: Any,
     reason: str | None,
@@ -279,7 +274,7 @@ def _receipt(
         vram_allocated_gb=torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None,
         vram_reserved_gb=torch.cuda.max_memory_reserved(device) / 1e9 if on_gpu else None,
         host_peak_gb=host_peak_bytes() / 1e9,
-        copied_gb_per_step=copied / steps / 1e9 if steps else None,
+        copied_gb_per_step=observer.copied_bytes / steps / 1e9 if steps else None,
         losses=[loss for _, loss in losses],
         status=status,
         reason=reason,

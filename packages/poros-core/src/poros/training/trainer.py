@@ -30,21 +30,34 @@ class StepObserver(TrainerCallback):  # type: ignore[misc]
     Args:
         model: The peft model, to see that every adapter learns.
         identity: Written into the manifest of each checkpoint.
+        copied: Returns the bytes that have travelled so far.
         on_step: Told of every logged step.
+        on_evaluation: Told of every evaluation: step and loss.
     """
 
-    def __init__(self, model: Any, identity: str, on_step: Callable[[StepRecord], None]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        identity: str,
+        copied: Callable[[], int],
+        on_step: Callable[[StepRecord], None],
+        on_evaluation: Callable[[int, float], None],
+    ) -> None:
         self._adapters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._identity = identity
+        self._copied = copied
         self._on_step = on_step
+        self._on_evaluation = on_evaluation
         self._checked = False
         self._began = time.perf_counter()
-        self._seen = 0
+        self._before = self._seen = 0
         self.durations: list[float] = []
         self.tokens: list[int] = []
+        self.copied_bytes = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
+        self._before = self._copied()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checked:
@@ -59,6 +72,7 @@ class StepObserver(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.durations.append(time.perf_counter() - self._began)
+        self.copied_bytes += self._copied() - self._before
         self.tokens.append(state.num_input_tokens_seen - self._seen)
         self._seen = state.num_input_tokens_seen
 
@@ -86,12 +100,23 @@ class StepObserver(TrainerCallback):  # type: ignore[misc]
             )
         )
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if metrics and "eval_loss" in metrics:
+            self._on_evaluation(state.global_step, float(metrics["eval_loss"]))
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}", self._identity)
 
 
-def training_arguments(config: RunConfig, out: Path, on_cpu: bool) -> TrainingArguments:
-    """The Trainer's arguments for a run's config. bf16 autocast, torch's AdamW, nothing reported anywhere."""
+def training_arguments(config: RunConfig, out: Path, on_cpu: bool, evaluates: bool = False) -> TrainingArguments:
+    """The Trainer's arguments for a run's config: bf16 autocast, torch's AdamW, nothing reported anywhere.
+
+    Args:
+        config: The run.
+        out: Where checkpoints go.
+        on_cpu: Whether to stay on the CPU.
+        evaluates: Whether there are held-out rows.
+    """
     part = config.training
     return TrainingArguments(
         output_dir=str(out),
@@ -116,7 +141,8 @@ def training_arguments(config: RunConfig, out: Path, on_cpu: bool) -> TrainingAr
         save_strategy="steps" if part.save_every is not None else "no",
         save_steps=part.save_every or 1,
         save_total_limit=part.keep_checkpoints,
-        eval_strategy="no",
+        eval_strategy="steps" if evaluates and part.eval_every is not None else "no",
+        eval_steps=part.eval_every,
         prediction_loss_only=True,  # keeping the logits of an evaluation takes more memory than training
         remove_unused_columns=False,
         dataloader_pin_memory=not on_cpu,
