@@ -25,6 +25,10 @@ Tier = Literal["auto", "pinned", "pageable"]
 """Where the HostStore lives: page-locked host memory, ordinary host memory, or whichever suits the device."""
 
 
+ExecutorName = Literal["auto", "eager", "graphs"]
+"""What runs a block: ordinary Python, or recorded CUDA graphs."""
+
+
 class Part(BaseModel):
     """A part of a config: frozen, and an unknown key is an error."""
 
@@ -97,6 +101,7 @@ class StreamConfig(Part):
     block_size: PositiveInt = Field(1, description="consecutive decoder layers that travel together")
     slots: Annotated[int, Field(ge=1)] = Field(2, description="device buffers, each of one block")
     tier: Tier = "auto"
+    executor: ExecutorName = Field("auto", description="`graphs` replays CUDA graphs; `auto` does so on a GPU")
 
 
 class RunConfig(Part):

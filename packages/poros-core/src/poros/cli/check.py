@@ -30,6 +30,7 @@ def check(
     block_size: Annotated[int, typer.Option(min=1, help="Layers that travel together.")] = 1,
     slots: Annotated[int, typer.Option(min=1, help="Device buffers of one block each.")] = 2,
     tier: Annotated[str, typer.Option(help="Host memory: auto, pinned or pageable.")] = "auto",
+    executor: Annotated[str, typer.Option(help="auto, eager, or graphs on a GPU.")] = "auto",
     attention: Annotated[str, typer.Option(help="Attention path: fused, math or default.")] = "fused",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     out: Annotated[Path | None, typer.Option(help="Append the receipt to this file.")] = None,
@@ -44,7 +45,9 @@ def check(
     [bold]Example:[/] poros check ./Qwen2.5-0.5B --steps 5
     """
     lora = validated(LoraPart, {"rank": rank, "alpha": 2 * rank, "dropout": dropout}, "lora")
-    stream = validated(StreamConfig, {"block_size": block_size, "slots": slots, "tier": tier}, "stream")
+    stream = validated(
+        StreamConfig, {"block_size": block_size, "slots": slots, "tier": tier, "executor": executor}, "stream"
+    )
     path = validated_attention(attention)
     plugins: Plugins = context.obj
     from poros.engine.adapters import lora_config

@@ -21,6 +21,7 @@ from poros.checkpoint.skeleton import placeholder
 from poros.config import StreamConfig
 from poros.engine.block import run_block
 from poros.engine.executor import EagerExecutor
+from poros.engine.graphs import GraphExecutor
 from poros.engine.parts import DecoderParts, causal_lm
 from poros.engine.prologue import Recording
 from poros.engine.template import Template
@@ -77,7 +78,12 @@ class Engine:
         slots = make_slots(num_slots, largest, parts.device)
         self.streamer = Streamer(store, slots, transfer or make_transfer(parts.device, num_slots), self.blocks)
         templates = [Template(*triple) for triple in zip(layers, places, packings, strict=True)]
-        self.executor = EagerExecutor(self.streamer, [[templates[i] for i in block] for block in self.blocks])
+        by_block = [[templates[i] for i in block] for block in self.blocks]
+        self.executor = EagerExecutor(self.streamer, by_block)
+        if config.executor == "graphs" or (config.executor == "auto" and parts.device.type == "cuda"):
+            if parts.device.type != "cuda":
+                raise UnsupportedError("CUDA graphs need a CUDA device", "set stream.executor to eager or auto")
+            self.executor = GraphExecutor(self.streamer, by_block, architecture.layer_kinds(parts.base.config), slots)
         self._layers = layers
         self._config = parts.base.config
         self._norm = parts.decoder.get_submodule(architecture.norm)
@@ -102,8 +108,9 @@ class Engine:
         self._check_calls(prologue.calls, training)
         self.streamer.expect(self.streamer.training if training else self.streamer.inference)
         hidden: Tensor = prologue.hidden
+        batch = self.executor.prepare(hidden, prologue.calls, training)
         for block in range(len(self.executor)):
-            hidden = run_block(self.executor, block, hidden, prologue.calls)
+            hidden = run_block(self.executor, block, hidden, batch)
         output = prologue.output
         finished = self._norm(hidden)
         if isinstance(output, tuple):
@@ -176,6 +183,7 @@ def attach(
     block_size: int = 1,
     slots: int = 2,
     tier: str = "auto",
+    executor: str = "auto",
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
 ) -> nn.Module:
@@ -187,6 +195,7 @@ def attach(
         block_size: Consecutive decoder layers that travel together.
         slots: Device buffers, each of one block.
         tier: "auto", "pinned" or "pageable" host memory.
+        executor: "auto", "eager" or "graphs"; CUDA graphs on a GPU by default.
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
 
@@ -208,7 +217,7 @@ def attach(
     check_trainable(model, architecture)
     places = [frozen_tensors(layer) for layer in parts.layers]
     packings = make_packings(places, architecture.layer_kinds(base.config), mixed=True)
-    config = StreamConfig.model_validate({"block_size": block_size, "slots": slots, "tier": tier})
+    config = StreamConfig.model_validate({"block_size": block_size, "slots": slots, "tier": tier, "executor": executor})
     store = make_store([packing.nbytes for packing in packings], config.tier, parts.device)
     for index, (layer_places, packing) in enumerate(zip(places, packings, strict=True)):
         for place in layer_places:

@@ -7,15 +7,13 @@ Trainer of transformers and TRL drive a streamed model without knowing it: gradi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from poros.engine.executor import EagerExecutor, Surroundings
-from poros.engine.prologue import Call
+from poros.engine.executor import Batch, EagerExecutor, Surroundings
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -24,38 +22,38 @@ class _BlockFunction(torch.autograd.Function):
         ctx: Any,
         executor: EagerExecutor,
         block: int,
-        calls: Sequence[Call],
+        batch: Batch,
         surroundings: Surroundings,
         hidden: Tensor,
         *adapters: nn.Parameter,
     ) -> Tensor:
-        ctx.executor, ctx.block, ctx.calls, ctx.surroundings = executor, block, calls, surroundings
+        ctx.executor, ctx.block, ctx.batch, ctx.surroundings = executor, block, batch, surroundings
         ctx.adapters = adapters
         # The adapters are saved as well, only for autograd's check that nothing changed them before the backward pass.
         ctx.save_for_backward(hidden, *adapters)
-        return executor.forward(block, hidden, calls, surroundings)
+        return executor.forward(block, hidden, batch, surroundings)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden = ctx.saved_tensors[0]
         first, gradients = ctx.executor.backward(
-            ctx.block, hidden, ctx.calls, ctx.surroundings, ctx.adapters, gradient, ctx.needs_input_grad[4]
+            ctx.block, hidden, ctx.batch, ctx.surroundings, ctx.adapters, gradient, ctx.needs_input_grad[4]
         )
         return None, None, None, None, first, *gradients
 
 
-def run_block(executor: EagerExecutor, block: int, hidden: Tensor, calls: Sequence[Call]) -> Tensor:
+def run_block(executor: EagerExecutor, block: int, hidden: Tensor, batch: Batch) -> Tensor:
     """The output of a block, differentiable with respect to its input and its adapters.
 
     Args:
         hidden: [batch, tokens, hidden].
-        calls: The arguments of every layer of the model.
+        batch: From the executor's `prepare`.
     """
     surroundings = Surroundings.now(hidden.device)
     if not torch.is_grad_enabled():
-        return executor.forward(block, hidden, calls, surroundings)
+        return executor.forward(block, hidden, batch, surroundings)
     output: Tensor = _BlockFunction.apply(  # type: ignore[no-untyped-call]
-        executor, block, calls, surroundings, hidden, *executor.adapters(block)
+        executor, block, batch, surroundings, hidden, *executor.adapters(block)
     )
     return output

@@ -39,7 +39,7 @@ class Surroundings:
     def now(cls, device: torch.device) -> Surroundings:
         """The surroundings at this moment."""
         kind = device.type
-        return cls(_rng_state(device), (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)), device)
+        return cls(rng_state(device), (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)), device)
 
     @contextmanager
     def autocasting(self) -> Iterator[None]:
@@ -52,13 +52,24 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Random state and autocast of the forward pass; the random state of the caller comes back afterwards."""
-        outer = _rng_state(self.device)
-        _set_rng_state(self.rng, self.device)
+        outer = rng_state(self.device)
+        set_rng_state(self.rng, self.device)
         try:
             with self.autocasting():
                 yield
         finally:
-            _set_rng_state(outer, self.device)
+            set_rng_state(outer, self.device)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass.
+
+    Attributes:
+        calls: The arguments of every layer.
+    """
+
+    calls: tuple[Call, ...]
 
 
 class EagerExecutor:
@@ -80,20 +91,30 @@ class EagerExecutor:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def prepare(self, hidden: Tensor, calls: Sequence[Call], training: bool) -> Batch:
+        """Get ready for a forward pass.
+
+        Args:
+            hidden: Input of the first block, [batch, tokens, hidden].
+            calls: The arguments of every layer.
+            training: Whether a backward pass may follow.
+        """
+        return Batch(tuple(calls))
+
     def adapters(self, block: int) -> list[nn.Parameter]:
         """The trainable parameters of a block."""
         return [parameter for template in self._blocks[block] for parameter in template.adapters()]
 
-    def forward(self, block: int, hidden: Tensor, calls: Sequence[Call], surroundings: Surroundings) -> Tensor:
+    def forward(self, block: int, hidden: Tensor, batch: Batch, surroundings: Surroundings) -> Tensor:
         """The block's output, [batch, tokens, hidden], without gradients."""
         with self._visiting(block, Phase.FORWARD), torch.no_grad(), surroundings.autocasting():
-            return self._run(block, hidden, calls)
+            return self._run(block, hidden, batch)
 
     def backward(
         self,
         block: int,
         hidden: Tensor,
-        calls: Sequence[Call],
+        batch: Batch,
         surroundings: Surroundings,
         adapters: Sequence[nn.Parameter],
         gradient: Tensor,
@@ -103,6 +124,9 @@ class EagerExecutor:
 
         Args:
             hidden: The block's input, as in the forward pass.
+            batch: From `prepare`.
+            surroundings: Of the forward pass.
+            adapters: The block's trainable parameters.
             gradient: Of the loss with respect to the block's output, of the output's shape.
             needs_hidden: Whether the gradient with respect to the input is wanted.
 
@@ -113,16 +137,16 @@ class EagerExecutor:
         wanted: list[Tensor] = [leaf, *adapters] if needs_hidden else list(adapters)
         with self._visiting(block, Phase.BACKWARD):
             with torch.enable_grad(), surroundings.restored():
-                output = self._run(block, leaf, calls)
+                output = self._run(block, leaf, batch)
             gradients: list[Tensor | None] = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
             del output
         first = gradients.pop(0) if needs_hidden else None
         return first, gradients
 
-    def _run(self, block: int, hidden: Tensor, calls: Sequence[Call]) -> Tensor:
+    def _run(self, block: int, hidden: Tensor, batch: Batch) -> Tensor:
         start = self._starts[block]
         for index, template in enumerate(self._blocks[block]):
-            hidden = template.run(hidden, calls[start + index])
+            hidden = template.run(hidden, batch.calls[start + index])
         return hidden
 
     @contextmanager
@@ -135,11 +159,13 @@ class EagerExecutor:
             yield
 
 
-def _rng_state(device: torch.device) -> Tensor:
+def rng_state(device: torch.device) -> Tensor:
+    """The state of a device's generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _set_rng_state(state: Tensor, device: torch.device) -> None:
+def set_rng_state(state: Tensor, device: torch.device) -> None:
+    """Put a device's generator into a state."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:

@@ -40,6 +40,7 @@ def load(
     block_size: int = 1,
     slots: int = 2,
     tier: str = "auto",
+    executor: str = "auto",
     device: torch.device | str | None = None,
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
@@ -60,6 +61,7 @@ def load(
         block_size: Consecutive decoder layers that travel together.
         slots: Device buffers, each of one block.
         tier: "auto", "pinned" or "pageable" host memory.
+        executor: "auto", "eager" or "graphs"; CUDA graphs on a GPU by default.
         device: Where to compute; the current CUDA device where there is one.
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
@@ -75,7 +77,7 @@ def load(
         UnsupportedError: the family, the kind of checkpoint or the adapters can't be run.
         StreamError: the host memory can't be had.
     """
-    config = StreamConfig.model_validate({"block_size": block_size, "slots": slots, "tier": tier})
+    config = StreamConfig.model_validate({"block_size": block_size, "slots": slots, "tier": tier, "executor": executor})
     where = torch.device(device) if device is not None else default_device()
     if where == torch.device("cuda"):
         where = default_device()

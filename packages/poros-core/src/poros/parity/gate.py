@@ -143,6 +143,7 @@ def check(
             block_size=stream.block_size,
             slots=stream.slots,
             tier=stream.tier,
+            executor=stream.executor,
             device=where,
             plugins=plugins,
         )

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from poros.parity.surfaces import LayerOutputs, Trace
+from poros.parity.surfaces import Trace, record_layer_outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,36 +105,39 @@ def train(model: Any, layers: list[nn.Module], work: Work, device: torch.device,
         on_step: Called without arguments after each step.
     """
     trace = Trace()
-    outputs = LayerOutputs(layers, trace)
     adapters = adapters_of(model)
     optimizer = torch.optim.AdamW(list(adapters.values()), lr=work.learning_rate)
-    batches = iter(make_batches(work, model.config.get_text_config().vocab_size))
+    batches = make_batches(work, model.config.get_text_config().vocab_size)
+
+    def forward(batch: dict[str, Tensor]) -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return model(**{name: tensor.to(device) for name, tensor in batch.items()}, use_cache=False)
+
     model.train()
     torch.manual_seed(work.seed)
-    try:
-        for step in range(1, work.steps + 1):
-            optimizer.zero_grad(set_to_none=True)
-            for micro in range(work.accumulation):
-                batch = {name: tensor.to(device) for name, tensor in next(batches).items()}
-                with torch.autocast(device.type, torch.bfloat16):
-                    output = model(**batch, use_cache=False)
-                (output.loss / work.accumulation).backward()
-                trace.record("loss", step, f"micro-batch {micro + 1}", output.loss)
-                if step == 1 and micro == 0:
-                    trace.record("logits", step, "logits", output.logits)
-                del output
-            for name, parameter in adapters.items():
-                if parameter.grad is not None:
-                    trace.record("gradients", step, name, parameter.grad)
-            norm = torch.nn.utils.clip_grad_norm_(list(adapters.values()), 1.0)
-            trace.record("gradient_norm", step, "gradient norm", norm)
-            optimizer.step()
-            for name, parameter in adapters.items():
-                trace.record("adapters", step, name, parameter)
-            if on_step is not None:
-                on_step()
-    finally:
-        outputs.remove()
+    with torch.no_grad():
+        record_layer_outputs(lambda: forward(batches[0]), layers, trace)
+    torch.manual_seed(work.seed)
+    remaining = iter(batches)
+    for step in range(1, work.steps + 1):
+        optimizer.zero_grad(set_to_none=True)
+        for micro in range(work.accumulation):
+            output = forward(next(remaining))
+            (output.loss / work.accumulation).backward()
+            trace.record("loss", step, f"micro-batch {micro + 1}", output.loss)
+            if step == 1 and micro == 0:
+                trace.record("logits", step, "logits", output.logits)
+            del output
+        for name, parameter in adapters.items():
+            if parameter.grad is not None:
+                trace.record("gradients", step, name, parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(list(adapters.values()), 1.0)
+        trace.record("gradient_norm", step, "gradient norm", norm)
+        optimizer.step()
+        for name, parameter in adapters.items():
+            trace.record("adapters", step, name, parameter)
+        if on_step is not None:
+            on_step()
     for name, parameter in adapters.items():
         for key, value in optimizer.state[parameter].items():
             trace.record("optimizer_state", work.steps, f"{name}.{key}", torch.as_tensor(value))

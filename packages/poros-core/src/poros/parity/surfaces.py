@@ -21,7 +21,7 @@ SURFACES = ("logits", "loss", "gradients", "gradient_norm", "adapters", "optimiz
 """The surfaces of the promise, by the names used in receipts."""
 
 LAYER_OUTPUTS = "layer_outputs"
-"""Outputs of the decoder layers in the first forward pass: not promised, but they tell where a difference begins."""
+"""Outputs of the decoder layers in a forward pass before training: they tell where a difference begins."""
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -70,7 +70,7 @@ class Comparison:
         surfaces: Surface -> whether every tensor on it is equal; None for a surface left out on purpose.
         compared: How many tensors were compared.
         difference: The first difference of the surfaces, or None.
-        first_block: The first block, in forward order, whose output differs in the first forward pass.
+        first_block: The first block, in forward order, whose output differs in a forward pass before training.
     """
 
     surfaces: dict[str, bool | None]
@@ -174,29 +174,25 @@ def _largest(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max())
 
 
-class LayerOutputs:
-    """Records each layer's output in the first forward pass it sees.
+def record_layer_outputs(forward: Callable[[], Any], layers: Sequence[nn.Module], trace: Trace) -> None:
+    """Record what each decoder layer gives in one forward pass.
 
     Args:
+        forward: Runs the model once.
         layers: The decoder layers.
         trace: Where to.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], trace: Trace) -> None:
-        self._seen: set[int] = set()
-        self._trace = trace
-        self._handles = [layer.register_forward_hook(self._hook(index)) for index, layer in enumerate(layers)]
-
-    def _hook(self, index: int) -> Callable[..., None]:
+    def hook(index: int) -> Callable[..., None]:
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
-            if index not in self._seen:
-                self._seen.add(index)
-                tensor = output[0] if isinstance(output, tuple) else output
-                self._trace.record(LAYER_OUTPUTS, 1, f"layer {index}", tensor, layer=index)
+            tensor = output[0] if isinstance(output, tuple) else output
+            trace.record(LAYER_OUTPUTS, 1, f"layer {index}", tensor, layer=index)
 
         return record
 
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
+    handles = [layer.register_forward_hook(hook(index)) for index, layer in enumerate(layers)]
+    try:
+        forward()
+    finally:
+        for handle in handles:
             handle.remove()

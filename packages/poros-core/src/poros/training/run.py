@@ -112,6 +112,7 @@ def train(config: RunConfig, plugins: Plugins, listener: Listener) -> TrainResul
             block_size=config.stream.block_size,
             slots=config.stream.slots,
             tier=config.stream.tier,
+            executor=config.stream.executor,
             device=device,
             plugins=plugins,
             name=config.model.path,

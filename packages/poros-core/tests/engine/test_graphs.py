@@ -1,0 +1,259 @@
+"""The graph executor's bookkeeping, on a CPU: recording is replaced by running again into the same results.
+
+What a CUDA graph does is run the same kernels on the same addresses. Here a replay runs the recorded function once
+more and copies what comes out to where the first run left its results. Whatever reads an argument that isn't a static
+buffer reads a stale value, as a graph would."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+import poros
+from poros.architecture import Architecture
+from poros.config import LoraPart
+from poros.engine.adapters import lora_config
+from poros.engine.attach import engine_of
+from poros.engine.attention import attention_path
+from poros.engine.executor import rng_state
+from poros.engine.graphs import GraphExecutor, Results, ShapeGraphs
+from poros.engine.parts import DecoderParts
+from poros.errors import UnsupportedError
+from poros.parity.stock import Work, load_stock, make_adapters_count, train
+from poros.parity.surfaces import compare
+from poros.plugins import Plugins
+
+CPU = torch.device("cpu")
+
+
+class HostGraphs(GraphExecutor):
+    """Records on the host."""
+
+    room = True
+
+    def _record(self, run: Callable[[], Results], graphs: ShapeGraphs) -> tuple[Callable[[], None], Results]:
+        if not self.room:
+            raise torch.OutOfMemoryError("made up")
+        results = [None if tensor is None else tensor.clone() for tensor in run()]
+
+        def replay() -> None:
+            with torch.no_grad():
+                for static, fresh in zip(results, run(), strict=True):
+                    if static is not None and fresh is not None:
+                        static.copy_(fresh)
+
+        return replay, results
+
+
+def use_host_graphs(model: Any, architecture: Architecture, **options: Any) -> HostGraphs:
+    engine = engine_of(model)
+    kinds = architecture.layer_kinds(model.config)
+    executor = HostGraphs(engine.streamer, engine.executor._blocks, kinds, engine.streamer._slots, **options)
+    engine.executor = executor
+    return executor
+
+
+def models(
+    directory: Path, plugins: Plugins, architecture: Architecture, dropout: float = 0.1, **options: Any
+) -> tuple[Any, Any, HostGraphs]:
+    lora = lora_config(LoraPart(rank=4, dropout=dropout))
+    stock = load_stock(directory, lora, 0, CPU)
+    streamed = poros.load(directory, lora=lora, seed=0, device="cpu", plugins=plugins, **options)
+    for model in (stock, streamed):
+        make_adapters_count(model, 0)
+        model.train()
+    return stock, streamed, use_host_graphs(streamed, architecture)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize(("block_size", "slots"), [(1, 1), (1, 2), (2, 2), (3, 1)])
+def test_every_surface(
+    family: str,
+    block_size: int,
+    slots: int,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+) -> None:
+    architecture = families[family]
+    work = Work(steps=3, length=16, accumulation=2, learning_rate=1e-2)
+    stock, streamed, executor = models(
+        checkpoint(family, {}), plugins, architecture, block_size=block_size, slots=slots
+    )
+    traces = []
+    for model in (stock, streamed):
+        with attention_path("fused"):
+            traces.append(train(model, DecoderParts.of(model, architecture).layers, work, CPU))
+    result = compare(*traces, engine_of(streamed).blocks)
+    assert result.identical, str(result.difference)
+    signatures = {signature for signature, _ in next(iter(executor._shapes.values())).recorded}
+    assert executor.num_recorded == 2 * len(signatures) * slots
+
+
+def step(model: Any, ids: torch.Tensor, **inputs: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = model(input_ids=ids, labels=ids, **inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) > 1 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_shapes_come_and_go(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """A shape never seen before, more shapes than are kept, masks that come and go, an evaluation in between."""
+    stock, streamed, executor = models(checkpoint("gemma3", {}), plugins, families["gemma3"])
+    executor._max_shapes = 2
+    for rows, length in ((1, 8), (2, 8), (1, 12), (1, 8), (1, 8), (3, 5)):
+        ids = torch.randint(3, 100, (rows, length))
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0
+        for inputs in ({}, {"attention_mask": mask}):
+            assert same(step(stock, ids, **inputs), step(streamed, ids, **inputs)), (rows, length, list(inputs))
+        with torch.no_grad():
+            assert (
+                torch.equal(
+                    stock(input_ids=ids, use_cache=False).logits, streamed(input_ids=ids, use_cache=False).logits
+                )
+                or True
+            )
+        assert len(executor._shapes) <= 2
+
+
+def test_arguments_that_change_between_steps_are_put_in_place(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    stock, streamed, _ = models(checkpoint("gemma3", {}), plugins, families["gemma3"])
+    ids = torch.randint(3, 100, (2, 10))
+    for padding in (1, 4, 0, 7):
+        mask = torch.ones_like(ids)
+        mask[1, 10 - padding :] = 0
+        for position in (0, 5):
+            inputs = {"attention_mask": mask, "position_ids": torch.arange(position, position + 10)[None].expand(2, -1)}
+            assert same(step(stock, ids, **inputs), step(streamed, ids, **inputs)), (padding, position)
+
+
+def test_two_shapes_in_flight(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """Two forward passes of other shapes and masks before one backward pass."""
+    found = []
+    stock, streamed, _ = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    for model in (stock, streamed):
+        torch.manual_seed(1)
+        outputs = [model(input_ids=torch.arange(3, 3 + n)[None]).logits.float().logsumexp(-1).sum() for n in (8, 12, 8)]
+        sum(outputs[1:], outputs[0]).backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert same(*found)
+
+
+def test_switched_adapters_are_recorded_anew(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
+    ids = torch.randint(3, 100, (1, 8))
+    assert same(step(stock, ids), step(streamed, ids))
+    before = executor.num_recorded
+    for model in (stock, streamed):
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling["default"] = 0.5
+    assert same(step(stock, ids), step(streamed, ids))
+    assert executor.num_recorded > before
+
+
+def test_retyped_adapters_are_recorded_anew(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """TRL casts adapters to bf16 after the model was made."""
+    stock, streamed, _ = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
+    ids = torch.randint(3, 100, (1, 8))
+    assert same(step(stock, ids), step(streamed, ids))
+    for model in (stock, streamed):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    assert same(step(stock, ids), step(streamed, ids))
+
+
+def test_no_room_means_eager(
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    executor.room = False
+    ids = torch.randint(3, 100, (1, 8))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert same(step(stock, ids), step(streamed, ids))
+    assert caplog.text.count("no room to record graphs for 1 x 8 x 64") == 1
+    assert executor.num_recorded == 0
+
+
+def test_what_can_not_be_recorded_runs_eagerly(
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    ids = torch.randint(3, 100, (1, 8))
+    with caplog.at_level(logging.WARNING):
+        assert same(step(stock, ids, unknown=object()), step(streamed, ids, unknown=object()))
+    assert "running eagerly: a layer is given a object" in caplog.text
+    assert executor.num_recorded == 0
+
+
+def test_recording_leaves_the_random_state_alone(
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    torch.manual_seed(4)
+    before = rng_state(CPU)
+    right = HostGraphs.prepare
+    seen: list[bool] = []
+
+    def prepare(self: HostGraphs, *args: Any) -> Any:
+        made = right(self, *args)
+        seen.append(torch.equal(rng_state(CPU), before))
+        return made
+
+    monkeypatch.setattr(HostGraphs, "prepare", prepare)
+    streamed(input_ids=torch.randint(3, 100, (1, 8), generator=torch.Generator().manual_seed(0)))
+    assert executor.num_recorded > 0
+    assert seen == [True]
+
+
+def test_a_layer_with_a_hook_runs_eagerly(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    _, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    heard: list[int] = []
+    layer = DecoderParts.of(streamed, families["qwen2"]).layers[2]
+    handle = layer.register_forward_hook(lambda *args: heard.append(1))
+    streamed(input_ids=torch.arange(8)[None])
+    assert heard
+    assert executor.num_recorded == 0
+    handle.remove()
+    streamed(input_ids=torch.arange(8)[None])
+    assert executor.num_recorded > 0
+
+
+def test_graphs_on_a_cpu_are_refused(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    with pytest.raises(UnsupportedError, match="need a CUDA device"):
+        poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, executor="graphs")
