@@ -186,6 +186,20 @@ def test_retyped_adapters_are_recorded_anew(
     assert same(step(stock, ids), step(streamed, ids))
 
 
+def test_another_attention_path_is_recorded_anew(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """A graph holds the kernels of the path on which it was recorded; the gate caught one replayed on another."""
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    ids = torch.randint(3, 100, (1, 8))
+    recorded = []
+    for path in ("fused", "math", "default", "fused"):
+        with attention_path(path):
+            assert same(step(stock, ids), step(streamed, ids))
+        recorded.append(executor.num_recorded)
+    assert recorded[0] < recorded[1] < recorded[2] == recorded[3]
+
+
 def test_no_room_means_eager(
     checkpoint: Callable[..., Path],
     families: dict[str, Architecture],

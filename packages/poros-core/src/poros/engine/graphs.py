@@ -36,6 +36,7 @@ from poros.engine.signature import (
     call_signature,
     layer_signature,
     map_tensors,
+    switches_signature,
     tensors_of,
     value_signature,
 )
@@ -176,9 +177,11 @@ class GraphExecutor(EagerExecutor):
             signature = call_signature(call)
             if by_kind.setdefault(kind, (call, signature))[1] != signature:
                 raise CannotRecordError(f"layers of kind {kind!r} are called in different ways")
-        device = hidden.device.type
-        autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        key = (value_signature(hidden), autocast, tuple((kind, signature) for kind, (_, signature) in by_kind.items()))
+        key = (
+            value_signature(hidden),
+            switches_signature(hidden.device),
+            tuple((kind, signature) for kind, (_, signature) in by_kind.items()),
+        )
         if key not in self._shapes:
             self._shapes[key] = _new_shape(hidden, {kind: call for kind, (call, _) in by_kind.items()})
             while len(self._shapes) > self._max_shapes:

@@ -21,6 +21,22 @@ class CannotRecordError(Exception):
     """An argument of a layer is of a kind that a graph can't hold."""
 
 
+def switches_signature(device: torch.device) -> Signature:
+    """torch's switches that decide which kernels an operation becomes: autocast, determinism, attention backends."""
+    backends = torch.backends.cuda
+    return (
+        torch.is_autocast_enabled(device.type),
+        torch.get_autocast_dtype(device.type),
+        torch.are_deterministic_algorithms_enabled(),
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+        backends.matmul.allow_tf32,
+        backends.matmul.allow_bf16_reduced_precision_reduction,
+    )
+
+
 def value_signature(value: Any) -> Signature:
     """Everything about an argument but the contents of its tensors.
 
