@@ -22,8 +22,9 @@ from poros.engine.adapters import lora_config
 from poros.engine.attach import engine_of
 from poros.engine.attention import attention_path
 from poros.engine.executor import rng_state
-from poros.engine.graphs import GraphExecutor, Results, ShapeGraphs
+from poros.engine.graphs import GraphExecutor
 from poros.engine.parts import DecoderParts
+from poros.engine.replay import Results, ShapeGraphs
 from poros.errors import UnsupportedError
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import compare

@@ -139,10 +139,10 @@ def test_stock_that_does_not_repeat_itself_is_a_verdict_of_its_own(
 ) -> None:
     runs = 0
 
-    def unsteady(model: Any, layers: Any, work: Work, device: Any, on_step: Any = None) -> Any:
+    def unsteady(model: Any, layers: Any, work: Work, device: Any, *rest: Any, **options: Any) -> Any:
         nonlocal runs
         runs += 1
-        trace = train(model, layers, work, device, on_step)
+        trace = train(model, layers, work, device, *rest, **options)
         if runs == 2:
             key = next(k for k in trace.tensors if k.surface == "gradients")
             trace.tensors[key] = trace.tensors[key] + 1e-6

@@ -262,15 +262,15 @@ def test_adapters_without_a_gradient_stop_the_run(
     ready: tuple[Path, Path], tmp_path: Path, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case O-04, forced: a block whose backward hands back nothing."""
-    from poros.engine.executor import EagerExecutor
+    from poros.engine.executor import Visit
 
-    right = EagerExecutor.backward
+    right = Visit.backward
 
-    def silent(self: EagerExecutor, block: int, *args: Any) -> Any:
-        hidden, gradients = right(self, block, *args)
-        return hidden, [None] * len(gradients) if block == 1 else gradients
+    def silent(self: Visit, *args: Any, **kwargs: Any) -> Any:
+        hidden, gradients = right(self, *args, **kwargs)
+        return hidden, [None] * len(gradients) if self._start == 1 else gradients
 
-    monkeypatch.setattr(EagerExecutor, "backward", silent)
+    monkeypatch.setattr(Visit, "backward", silent)
     with pytest.raises(StreamError, match="14 of 70 adapter tensors got no gradient"):
         train(settings(ready, tmp_path / "out"), plugins, Listener())
 

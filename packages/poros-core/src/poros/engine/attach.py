@@ -8,8 +8,9 @@ which never notices. Module tree and parameter names stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,12 @@ from poros.checkpoint.packing import Packing
 from poros.checkpoint.reader import make_packings
 from poros.checkpoint.skeleton import placeholder
 from poros.config import StreamConfig
+from poros.engine.accumulate import accumulate
 from poros.engine.block import run_block
 from poros.engine.executor import EagerExecutor
 from poros.engine.graphs import GraphExecutor
 from poros.engine.parts import DecoderParts, causal_lm
-from poros.engine.prologue import Recording
+from poros.engine.prologue import Prologue, Recording
 from poros.engine.template import Template
 from poros.errors import StreamError, UnsupportedError
 from poros.plugins import Plugins, load_plugins
@@ -35,6 +37,8 @@ from poros.stream.transfer import Transfer, make_transfer
 
 if TYPE_CHECKING:
     from poros.architecture import Architecture
+
+T = TypeVar("T")
 
 ENGINE = "_poros_engine"
 """Attribute of a streamed decoder that holds its engine."""
@@ -54,7 +58,10 @@ class Engine:
 
     Attributes:
         store, streamer: Where the base is, and what brings it.
+        executor: Runs the blocks.
         blocks: The layers of each block.
+        device: Where the model computes.
+        draws: (block, shape of its input) -> how far it moves the random generator, where that is known.
     """
 
     def __init__(
@@ -84,19 +91,41 @@ class Engine:
             if parts.device.type != "cuda":
                 raise UnsupportedError("CUDA graphs need a CUDA device", "set stream.executor to eager or auto")
             self.executor = GraphExecutor(self.streamer, by_block, architecture.layer_kinds(parts.base.config), slots)
+        self.device = parts.device
+        self.draws: dict[tuple[int, tuple[int, ...]], int | None] = {}
+        self._interceptor: Callable[..., Any] | None = None
         self._layers = layers
         self._config = parts.base.config
         self._norm = parts.decoder.get_submodule(architecture.norm)
         self._recording = Recording(parts.decoder, architecture.layers)
 
     def forward(self, stock_forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The decoder's forward: prologue, blocks, final norm.
+        """The decoder's forward: prologue, blocks, epilogue.
 
         Args:
             stock_forward: The stock decoder's own forward.
+            args, kwargs: What the decoder was called with.
 
         Returns:
             The stock decoder's output object with the finished hidden states in it.
+        """
+        if self._interceptor is not None:
+            return self._interceptor(stock_forward, args, kwargs)
+        training = torch.is_grad_enabled()
+        prologue = self.prologue(stock_forward, args, kwargs)
+        hidden = prologue.hidden
+        assert hidden is not None
+        batch = self.executor.prepare(hidden, prologue.calls, training)
+        self.streamer.expect(self.streamer.training if training else self.streamer.inference)
+        for block in range(len(self.executor)):
+            hidden = run_block(self.executor, block, hidden, batch)
+        return self.epilogue(prologue, hidden)
+
+    def prologue(self, stock_forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prologue:
+        """Run the stock decoder up to its first layer.
+
+        Raises:
+            UnsupportedError, StreamError: the call asks for what a streamed model can't give.
         """
         training = torch.is_grad_enabled()
         self._check(kwargs, training)
@@ -104,19 +133,30 @@ class Engine:
             # A block is run twice in training, and its second run would append to the cache again.
             kwargs = {**kwargs, "use_cache": False}
         prologue = self._recording.run(stock_forward, args, kwargs)
-        assert prologue.hidden is not None
         self._check_calls(prologue.calls, training)
-        self.streamer.expect(self.streamer.training if training else self.streamer.inference)
-        hidden: Tensor = prologue.hidden
-        batch = self.executor.prepare(hidden, prologue.calls, training)
-        for block in range(len(self.executor)):
-            hidden = run_block(self.executor, block, hidden, batch)
+        return prologue
+
+    def epilogue(self, prologue: Prologue, hidden: Tensor) -> Any:
+        """The decoder's output object with finished hidden states, [batch, tokens, hidden], behind its final norm."""
         output = prologue.output
         finished = self._norm(hidden)
         if isinstance(output, tuple):
             return (finished, *output[1:])
         output.last_hidden_state = finished
         return output
+
+    def accumulate(self, micro_steps: Sequence[Callable[[], T]]) -> list[T]:
+        """Run several micro-batches, each block visited once for all of them; see `poros.engine.accumulate`."""
+        return accumulate(self, micro_steps)
+
+    @contextmanager
+    def intercepted(self, interceptor: Callable[..., Any]) -> Iterator[None]:
+        """Let something else answer the decoder's calls for a while."""
+        before, self._interceptor = self._interceptor, interceptor
+        try:
+            yield
+        finally:
+            self._interceptor = before
 
     def close(self) -> None:
         """Stop copying and give the host memory back. The model can't be run afterwards."""

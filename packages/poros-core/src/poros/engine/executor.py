@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from poros.engine.prologue import Call
 from poros.engine.template import Template
 from poros.stream.schedule import Phase
+from poros.stream.slots import Slot
 from poros.stream.streamer import Streamer
 
 
@@ -91,13 +92,14 @@ class EagerExecutor:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def prepare(self, hidden: Tensor, calls: Sequence[Call], training: bool) -> Batch:
+    def prepare(self, hidden: Tensor, calls: Sequence[Call], training: bool, repeated: bool = False) -> Batch:
         """Get ready for a forward pass.
 
         Args:
             hidden: Input of the first block, [batch, tokens, hidden].
             calls: The arguments of every layer.
             training: Whether a backward pass may follow.
+            repeated: Whether a visit of a block will run it several times.
         """
         return Batch(tuple(calls))
 
@@ -105,14 +107,66 @@ class EagerExecutor:
         """The trainable parameters of a block."""
         return [parameter for template in self._blocks[block] for parameter in template.adapters()]
 
+    @contextmanager
+    def visiting(self, block: int, phase: Phase) -> Iterator[Visit]:
+        """Hold a block, its bytes arrived, for as long as it is used."""
+        with self._streamer.visit(block, phase) as slot, ExitStack() as bindings:
+            yield self._visit(block, slot, bindings)
+
     def forward(self, block: int, hidden: Tensor, batch: Batch, surroundings: Surroundings) -> Tensor:
-        """The block's output, [batch, tokens, hidden], without gradients."""
-        with self._visiting(block, Phase.FORWARD), torch.no_grad(), surroundings.autocasting():
-            return self._run(block, hidden, batch)
+        """One forward pass through a block in a visit of its own; see `Visit.forward`."""
+        with self.visiting(block, Phase.FORWARD) as visit:
+            return visit.forward(hidden, batch, surroundings)
 
     def backward(
         self,
         block: int,
+        hidden: Tensor,
+        batch: Batch,
+        surroundings: Surroundings,
+        adapters: Sequence[nn.Parameter],
+        gradient: Tensor,
+        needs_hidden: bool,
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """One backward pass through a block in a visit of its own; see `Visit.backward`."""
+        with self.visiting(block, Phase.BACKWARD) as visit:
+            return visit.backward(hidden, batch, surroundings, adapters, gradient, needs_hidden)
+
+    def _visit(self, block: int, slot: Slot, bindings: ExitStack) -> Visit:
+        return Visit(self._blocks[block], self._starts[block], slot, bindings)
+
+
+class Visit:
+    """A block in its slot, ready to be run any number of times.
+
+    Args:
+        templates: Of its layers.
+        start: Index of its first layer.
+        slot: Where its bytes lie.
+        bindings: Undone when the visit ends.
+    """
+
+    def __init__(self, templates: Sequence[Template], start: int, slot: Slot, bindings: ExitStack) -> None:
+        self._templates = templates
+        self._start = start
+        self._slot = slot
+        self._bindings = bindings
+        self._bound = False
+
+    def forward(self, hidden: Tensor, batch: Batch, surroundings: Surroundings) -> Tensor:
+        """The block's output, without gradients.
+
+        Args:
+            hidden: The block's input, [batch, tokens, hidden].
+            batch: From `prepare`.
+            surroundings: The autocast to run under. The random state is the generator's own.
+        """
+        self._bind()
+        with torch.no_grad(), surroundings.autocasting():
+            return self._run(hidden, batch)
+
+    def backward(
+        self,
         hidden: Tensor,
         batch: Batch,
         surroundings: Surroundings,
@@ -133,30 +187,28 @@ class EagerExecutor:
         Returns:
             That gradient (or None), and the gradient of each adapter (None for one that took no part).
         """
+        self._bind()
         leaf = hidden.detach().requires_grad_(needs_hidden)
         wanted: list[Tensor] = [leaf, *adapters] if needs_hidden else list(adapters)
-        with self._visiting(block, Phase.BACKWARD):
-            with torch.enable_grad(), surroundings.restored():
-                output = self._run(block, leaf, batch)
-            gradients: list[Tensor | None] = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
-            del output
+        with torch.enable_grad(), surroundings.restored():
+            output = self._run(leaf, batch)
+        gradients: list[Tensor | None] = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
         first = gradients.pop(0) if needs_hidden else None
         return first, gradients
 
-    def _run(self, block: int, hidden: Tensor, batch: Batch) -> Tensor:
-        start = self._starts[block]
-        for index, template in enumerate(self._blocks[block]):
-            hidden = template.run(hidden, batch.calls[start + index])
+    def _run(self, hidden: Tensor, batch: Batch) -> Tensor:
+        for index, template in enumerate(self._templates, self._start):
+            hidden = template.run(hidden, batch.calls[index])
         return hidden
 
-    @contextmanager
-    def _visiting(self, block: int, phase: Phase) -> Iterator[None]:
-        with self._streamer.visit(block, phase) as slot, ExitStack() as bindings:
-            start = 0
-            for template in self._blocks[block]:
-                bindings.enter_context(template.bound(slot, start))
-                start += template.packing.nbytes
-            yield
+    def _bind(self) -> None:
+        if self._bound:
+            return
+        self._bound = True
+        start = 0
+        for template in self._templates:
+            self._bindings.enter_context(template.bound(self._slot, start))
+            start += template.packing.nbytes
 
 
 def rng_state(device: torch.device) -> Tensor:

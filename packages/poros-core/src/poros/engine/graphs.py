@@ -19,25 +19,23 @@ import copy
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from poros.checkpoint.frozen import frozen_tensors
-from poros.engine.executor import Batch, EagerExecutor, Surroundings, set_rng_state
+from poros.engine.executor import Batch, EagerExecutor, Surroundings, Visit, set_rng_state
 from poros.engine.prologue import Call
+from poros.engine.replay import GraphBatch, GraphVisit, LayerCopy, Recorded, Results, ShapeGraphs, bound, new_shape
 from poros.engine.signature import (
     CannotRecordError,
     Signature,
     call_signature,
     layer_signature,
-    map_tensors,
     switches_signature,
-    tensors_of,
     value_signature,
 )
 from poros.engine.template import Template
@@ -46,78 +44,6 @@ from poros.stream.slots import Slot
 from poros.stream.streamer import Streamer
 
 log = logging.getLogger(__name__)
-
-Results = list[Tensor | None]
-
-
-@dataclass
-class LayerCopy:
-    """A copy of a layer that is recorded in its place.
-
-    Attributes:
-        template: Over the copy.
-        adapters: Its trainable parameters, static buffers.
-        kind: The layer kind, which says with which arguments it is called.
-    """
-
-    template: Template
-    adapters: list[nn.Parameter]
-    kind: str
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The two recorded directions of a block in a slot.
-
-    Attributes:
-        adapters: The static adapters of the block.
-        forward, backward: Start a replay.
-        output: Where the forward graph leaves the block's output.
-        gradients: Where the backward graph leaves the gradients of the input and of the adapters.
-    """
-
-    adapters: list[nn.Parameter]
-    forward: Callable[[], None]
-    output: Tensor
-    backward: Callable[[], None]
-    gradients: Results
-
-
-@dataclass
-class ShapeGraphs:
-    """Everything recorded for one batch shape.
-
-    Attributes:
-        hidden, gradient: Static input and output gradient of a block, [batch, tokens, hidden].
-        calls: Static arguments of each layer kind.
-        loaded: For each layer kind, the tensors whose values its static arguments hold now.
-        copies: (position in the block, layer signature) -> the copy.
-        recorded: (block signature, slot) -> graphs.
-        pool: Memory that all graphs of this shape share; they never run at the same time.
-        full: The card had no room; this shape runs eagerly.
-    """
-
-    hidden: Tensor
-    gradient: Tensor
-    calls: dict[str, Call]
-    loaded: dict[str, list[Tensor | None]]
-    copies: dict[tuple[int, Signature], LayerCopy] = field(default_factory=dict)
-    recorded: dict[tuple[Signature, int], Recorded] = field(default_factory=dict)
-    pool: Any = None
-    full: bool = False
-
-
-@dataclass(frozen=True)
-class GraphBatch(Batch):
-    """A forward pass that replays graphs.
-
-    Attributes:
-        graphs: Of its shape.
-        signatures: Of each block.
-    """
-
-    graphs: ShapeGraphs
-    signatures: tuple[Signature, ...]
 
 
 class GraphExecutor(EagerExecutor):
@@ -153,15 +79,16 @@ class GraphExecutor(EagerExecutor):
         self._max_shapes = max_shapes
         self._fuse = fuse
         self._shapes: OrderedDict[Signature, ShapeGraphs] = OrderedDict()
+        self._restored: dict[Signature, Tensor] = {}
         self._stream: Any = None
 
     # -- before a forward pass ----------------------------------------------------------------------------------------
 
-    def prepare(self, hidden: Tensor, calls: Sequence[Call], training: bool) -> Batch:
+    def prepare(self, hidden: Tensor, calls: Sequence[Call], training: bool, repeated: bool = False) -> Batch:
         if not training:
             return Batch(tuple(calls))
         try:
-            graphs = self._graphs_for(hidden, calls)
+            graphs = self._graphs_for(hidden, calls, repeated)
             signatures = self._signatures()
         except CannotRecordError as error:
             log.warning("running eagerly: %s", error)
@@ -170,7 +97,7 @@ class GraphExecutor(EagerExecutor):
             return Batch(tuple(calls))
         return GraphBatch(tuple(calls), graphs, signatures)
 
-    def _graphs_for(self, hidden: Tensor, calls: Sequence[Call]) -> ShapeGraphs:
+    def _graphs_for(self, hidden: Tensor, calls: Sequence[Call], repeated: bool) -> ShapeGraphs:
         """The graphs of a batch shape; empty ones for a new shape."""
         by_kind: dict[str, tuple[Call, Signature]] = {}
         for kind, call in zip(self._kinds, calls, strict=True):
@@ -183,7 +110,7 @@ class GraphExecutor(EagerExecutor):
             tuple((kind, signature) for kind, (_, signature) in by_kind.items()),
         )
         if key not in self._shapes:
-            self._shapes[key] = _new_shape(hidden, {kind: call for kind, (call, _) in by_kind.items()})
+            self._shapes[key] = new_shape(hidden, {kind: call for kind, (call, _) in by_kind.items()}, repeated)
             while len(self._shapes) > self._max_shapes:
                 self._shapes.popitem(last=False)
         self._shapes.move_to_end(key)
@@ -266,7 +193,7 @@ class GraphExecutor(EagerExecutor):
 
         rows = graphs.hidden.numel() // graphs.hidden.shape[-1]
         tried: dict[Signature, bool] = {}
-        with self._streamer.visit(block, Phase.FORWARD) as slot, _bound(copies, slot), surroundings.autocasting():
+        with self._streamer.visit(block, Phase.FORWARD) as slot, bound(copies, slot), surroundings.autocasting():
             for made in fresh:
                 for layer in made.template.layer.modules():
                     if not can_fuse(layer):
@@ -278,6 +205,24 @@ class GraphExecutor(EagerExecutor):
                             log.warning("the fused kernel differs from bitsandbytes at %s; not used there", key)
                     if tried[key]:
                         layer.__class__ = FusedLinear4bit
+            if graphs.repeated:
+                self._share_restored(copies, fresh)
+
+    def _share_restored(self, copies: Sequence[LayerCopy], fresh: Sequence[LayerCopy]) -> None:
+        """Give fused layers a buffer for their restored weight. Copies at one position of a block, of any batch shape,
+        share their buffers: no two of them run at a time."""
+        from poros.engine.kernels.linear import FusedLinear4bit
+
+        for position, made in enumerate(copies):
+            if not any(made is other for other in fresh):
+                continue
+            for name, layer in made.template.layer.named_modules():
+                if isinstance(layer, FusedLinear4bit):
+                    shape = (layer.out_features, layer.in_features)
+                    key = (position, name, shape)
+                    if key not in self._restored:
+                        self._restored[key] = torch.empty(shape, dtype=torch.bfloat16, device=layer.weight.device)
+                    layer.restored = self._restored[key]
 
     # -- recording ----------------------------------------------------------------------------------------------------
 
@@ -292,21 +237,34 @@ class GraphExecutor(EagerExecutor):
             return hidden
 
         def forward() -> Results:
-            with _bound(copies, slot), torch.no_grad(), surroundings.autocasting():
+            with bound(copies, slot), torch.no_grad(), surroundings.autocasting():
                 return [run(graphs.hidden)]
 
         def backward() -> Results:
             leaf = graphs.hidden.detach().requires_grad_()
-            with _bound(copies, slot):
+            with bound(copies, slot):
                 with torch.enable_grad(), surroundings.autocasting():
                     output = run(leaf)
                 return list(torch.autograd.grad(output, [leaf, *adapters], graphs.gradient, allow_unused=True))
 
+        def restore() -> Results:
+            with bound(copies, slot), torch.no_grad():
+                for layer in restorable:
+                    layer.restore()
+            return []
+
+        restorable: list[Any] = [
+            layer
+            for made in copies
+            for layer in made.template.layer.modules()
+            if getattr(layer, "restored", None) is not None
+        ]
+        replay_restore = self._record(restore, graphs)[0] if restorable else None
         replay_forward, (output,) = self._record(forward, graphs)
         replay_backward, gradients = self._record(backward, graphs)
         assert output is not None
         self.num_recorded += 2
-        return Recorded(adapters, replay_forward, output, replay_backward, gradients)
+        return Recorded(adapters, replay_forward, output, replay_backward, gradients, replay_restore)
 
     def _record(self, run: Callable[[], Results], graphs: ShapeGraphs) -> tuple[Callable[[], None], Results]:
         """Record a function's kernels; returns what replays them, and the tensors in which the results will lie."""
@@ -327,79 +285,5 @@ class GraphExecutor(EagerExecutor):
 
     # -- replaying ----------------------------------------------------------------------------------------------------
 
-    def forward(self, block: int, hidden: Tensor, batch: Batch, surroundings: Surroundings) -> Tensor:
-        if not isinstance(batch, GraphBatch):
-            return super().forward(block, hidden, batch, surroundings)
-        with self._streamer.visit(block, Phase.FORWARD) as slot, torch.no_grad():
-            recorded = batch.graphs.recorded[batch.signatures[block], slot.index]
-            self._place(block, hidden, batch, recorded, self.adapters(block))
-            recorded.forward()
-            return recorded.output.clone()
-
-    def backward(
-        self,
-        block: int,
-        hidden: Tensor,
-        batch: Batch,
-        surroundings: Surroundings,
-        adapters: Sequence[nn.Parameter],
-        gradient: Tensor,
-        needs_hidden: bool,
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        if not isinstance(batch, GraphBatch):
-            return super().backward(block, hidden, batch, surroundings, adapters, gradient, needs_hidden)
-        with self._streamer.visit(block, Phase.BACKWARD) as slot, torch.no_grad(), surroundings.restored():
-            recorded = batch.graphs.recorded[batch.signatures[block], slot.index]
-            self._place(block, hidden, batch, recorded, adapters)
-            batch.graphs.gradient.copy_(gradient)
-            recorded.backward()
-            first, *static = recorded.gradients
-            gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in static]
-            torch._foreach_copy_(
-                [tensor for tensor in gradients if tensor is not None],
-                [tensor for tensor in static if tensor is not None],
-            )
-            return (first.clone() if needs_hidden and first is not None else None), gradients
-
-    def _place(
-        self, block: int, hidden: Tensor, batch: GraphBatch, recorded: Recorded, adapters: Sequence[nn.Parameter]
-    ) -> None:
-        """Copy what differs between blocks into the static buffers."""
-        graphs = batch.graphs
-        graphs.hidden.copy_(hidden)
-        if adapters:
-            torch._foreach_copy_(list(recorded.adapters), list(adapters))
-        start = self._starts[block]
-        for index in range(start, start + len(self._blocks[block])):
-            kind = self._kinds[index]
-            loaded = graphs.loaded[kind]
-            static: list[Tensor] | None = None
-            for number, tensor in enumerate(tensors_of(batch.calls[index])):
-                if loaded[number] is not tensor:
-                    static = tensors_of(graphs.calls[kind]) if static is None else static
-                    static[number].copy_(tensor)
-                    loaded[number] = tensor
-
-
-def _new_shape(hidden: Tensor, calls: dict[str, Call]) -> ShapeGraphs:
-    def own(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor).copy_(tensor)
-
-    static = {kind: Call(map_tensors(call.args, own), map_tensors(call.kwargs, own)) for kind, call in calls.items()}
-    return ShapeGraphs(
-        hidden=torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False),
-        gradient=torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False),
-        calls=static,
-        loaded={kind: [None] * len(tensors_of(call)) for kind, call in static.items()},
-    )
-
-
-@contextmanager
-def _bound(copies: Sequence[LayerCopy], slot: Slot) -> Iterator[None]:
-    """Every copy of a block bound to its place in a slot."""
-    with ExitStack() as bindings:
-        start = 0
-        for made in copies:
-            bindings.enter_context(made.template.bound(slot, start))
-            start += made.template.packing.nbytes
-        yield
+    def _visit(self, block: int, slot: Slot, bindings: ExitStack) -> Visit:
+        return GraphVisit(self._blocks[block], self._starts[block], slot, bindings, block, self._kinds)

@@ -116,7 +116,7 @@ def check(
     total = 3 * work.steps + 1
     done = 0
 
-    def arm(name: str, peft_model: Any, arm_work: Work) -> Any:
+    def arm(name: str, peft_model: Any, arm_work: Work, **options: Any) -> Any:
         parts = DecoderParts.of(peft_model, architecture)
         ends: list[float] = [time.perf_counter()]
 
@@ -127,7 +127,7 @@ def check(
             announce(name, done, total)
 
         announce(name, done, total)
-        trace = train(peft_model, parts.layers, arm_work, where, on_step)
+        trace = train(peft_model, parts.layers, arm_work, where, on_step, **options)
         spans = [after - before for before, after in itertools.pairwise(ends)]
         seconds[name] = sorted(spans[1:] or spans)[len(spans[1:] or spans) // 2]
         return trace
@@ -162,7 +162,7 @@ def check(
         _free()
 
         before = engine.streamer.counts.copied_bytes
-        trace = arm("streamed", streamed_model, work)
+        trace = arm("streamed", streamed_model, work, accumulate=engine.accumulate)
         copied = engine.streamer.counts.copied_bytes - before
         streamed = compare(reference, trace, blocks)
         del trace
@@ -171,7 +171,7 @@ def check(
         corrupt(engine, corrupted)
         _reset(streamed_model, initial)
         one_step = Work(**{**vars(work), "steps": 1})
-        control_trace = arm("control arm", streamed_model, one_step)
+        control_trace = arm("control arm", streamed_model, one_step, accumulate=engine.accumulate)
         control = compare(reference, control_trace, blocks, CONTROL_SURFACES, steps=1)
         engine.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,19 @@ def make_batches(work: Work, vocab_size: int) -> list[dict[str, Tensor]]:
     return batches
 
 
-def train(model: Any, layers: list[nn.Module], work: Work, device: torch.device, on_step: Any = None) -> Trace:
+def one_by_one(micro_steps: Sequence[Callable[[], None]]) -> object:
+    """Run micro-batches as an ordinary loop does."""
+    return [step() for step in micro_steps]
+
+
+def train(
+    model: Any,
+    layers: list[nn.Module],
+    work: Work,
+    device: torch.device,
+    on_step: Callable[[], None] = lambda: None,
+    accumulate: Callable[[Sequence[Callable[[], None]]], object] = one_by_one,
+) -> Trace:
     """The plain training loop of the gate, the same for stock and streamed, recorded on every surface.
 
     bf16 autocast, AdamW, clipping at norm 1. The model's adapters are trained from where they are.
@@ -102,7 +116,8 @@ def train(model: Any, layers: list[nn.Module], work: Work, device: torch.device,
         layers: Its decoder layers.
         work: What to do.
         device: Where the model computes.
-        on_step: Called without arguments after each step.
+        on_step: Called after each step.
+        accumulate: Runs the micro-batches of a step; a streamed model may run them block by block.
     """
     trace = Trace()
     adapters = adapters_of(model)
@@ -113,6 +128,13 @@ def train(model: Any, layers: list[nn.Module], work: Work, device: torch.device,
         with torch.autocast(device.type, torch.bfloat16):
             return model(**{name: tensor.to(device) for name, tensor in batch.items()}, use_cache=False)
 
+    def micro_step(step: int, micro: int, batch: dict[str, Tensor]) -> None:
+        output = forward(batch)
+        (output.loss / work.accumulation).backward()
+        trace.record("loss", step, f"micro-batch {micro + 1}", output.loss)
+        if step == 1 and micro == 0:
+            trace.record("logits", step, "logits", output.logits)
+
     model.train()
     torch.manual_seed(work.seed)
     with torch.no_grad():
@@ -121,13 +143,7 @@ def train(model: Any, layers: list[nn.Module], work: Work, device: torch.device,
     remaining = iter(batches)
     for step in range(1, work.steps + 1):
         optimizer.zero_grad(set_to_none=True)
-        for micro in range(work.accumulation):
-            output = forward(next(remaining))
-            (output.loss / work.accumulation).backward()
-            trace.record("loss", step, f"micro-batch {micro + 1}", output.loss)
-            if step == 1 and micro == 0:
-                trace.record("logits", step, "logits", output.logits)
-            del output
+        accumulate([partial(micro_step, step, micro, next(remaining)) for micro in range(work.accumulation)])
         for name, parameter in adapters.items():
             if parameter.grad is not None:
                 trace.record("gradients", step, name, parameter.grad)
@@ -136,8 +152,7 @@ def train(model: Any, layers: list[nn.Module], work: Work, device: torch.device,
         optimizer.step()
         for name, parameter in adapters.items():
             trace.record("adapters", step, name, parameter)
-        if on_step is not None:
-            on_step()
+        on_step()
     for name, parameter in adapters.items():
         for key, value in optimizer.state[parameter].items():
             trace.record("optimizer_state", work.steps, f"{name}.{key}", torch.as_tensor(value))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from poros.config import RunConfig
+from poros.engine.attach import engine_of
 from poros.errors import StreamError
 from poros.training.output import save_adapter
 from poros.training.progress import StepRecord
@@ -18,7 +20,29 @@ from poros.training.resume import write_manifest
 
 
 class StreamedTrainer(Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` whose checkpoints hold the adapter whole or not at all."""
+    """`transformers.Trainer` over a streamed model.
+
+    The micro-batches of an optimizer step go through the blocks together, so the base travels once for all of them, and
+    checkpoints hold the adapter whole or not at all.
+    """
+
+    _window: list[Any] | None = None
+    _losses: list[Any] | None = None
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples, num_items = super().get_batch_samples(*args, **kwargs)
+        self._window, self._losses = (samples, []) if len(samples) > 1 else (None, None)
+        return samples, num_items
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if self._window is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        if not self._losses:
+            # The Trainer asks for one micro-batch after the other; the first asking runs them all.
+            stock_step = super().training_step
+            steps = [partial(stock_step, model, dict(sample), num_items_in_batch) for sample in self._window]
+            self._losses = engine_of(model).accumulate(steps)
+        return self._losses.pop(0)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         save_adapter(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))

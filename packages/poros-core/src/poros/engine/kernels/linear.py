@@ -21,24 +21,38 @@ class _Product(torch.autograd.Function):
     """x @ W.T + bias with a frozen W, restored again for the backward pass as in bitsandbytes' `MatMul4Bit`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, codes: Tensor, state: Any) -> Tensor:
-        ctx.codes, ctx.state = codes, state
-        return functional.linear(x, dequantise(codes, state), bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: FusedLinear4bit) -> Tensor:
+        ctx.layer = layer
+        return functional.linear(x, layer.full_weight(), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return torch.matmul(gradient, dequantise(ctx.codes, ctx.state)), None, None, None
+        return torch.matmul(gradient, ctx.layer.full_weight()), None, None
 
 
 class FusedLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
-    """`bitsandbytes.nn.Linear4bit` with another way to restore the weight."""
+    """`bitsandbytes.nn.Linear4bit` with another way to restore the weight.
+
+    Attributes:
+        restored: Where `restore` leaves the weight, bf16 [out, in]; None to restore it at each use.
+    """
+
+    restored: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         given = x.dtype
         x = x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        output: Tensor = _Product.apply(x, bias, self.weight.data, self.weight.quant_state)  # type: ignore[no-untyped-call]
+        output: Tensor = _Product.apply(x, bias, self)  # type: ignore[no-untyped-call]
         return output.to(given)
+
+    def full_weight(self) -> Tensor:
+        """The weight in bf16, [out, in]."""
+        return dequantise(self.weight.data, self.weight.quant_state) if self.restored is None else self.restored
+
+    def restore(self) -> None:
+        """Restore the weight for uses to come."""
+        dequantise(self.weight.data, self.weight.quant_state, self.restored)
 
 
 def can_fuse(layer: nn.Module) -> bool:

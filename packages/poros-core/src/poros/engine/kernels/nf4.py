@@ -60,17 +60,19 @@ def _dequantise(codes, absmax, absmax2, table2, offset, table, out, num_weights,
     tl.store(out + index, weights, mask=index < num_weights)
 
 
-def dequantise(codes: Tensor, state: Any) -> Tensor:
+def dequantise(codes: Tensor, state: Any, out: Tensor | None = None) -> Tensor:
     """Restore a weight.
 
     Args:
         codes: Packed NF4 codes, uint8, two a byte, contiguous.
         state: The nested bitsandbytes `QuantState` beside them.
+        out: Where to: bf16, contiguous, of the state's shape; a new tensor by default.
 
     Returns:
         The weight in bf16, of the state's shape (out, in).
     """
-    out = torch.empty(state.shape, dtype=torch.bfloat16, device=codes.device)
+    if out is None:
+        out = torch.empty(state.shape, dtype=torch.bfloat16, device=codes.device)
     count = out.numel()
     _dequantise[lambda meta: (triton.cdiv(count, 2 * meta["BYTES"]),)](
         codes, state.absmax, state.state2.absmax, state.state2.code, state.offset, state.code, out, count
