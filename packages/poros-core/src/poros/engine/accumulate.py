@@ -51,6 +51,7 @@ class _MicroBatch:
         hidden: Where it has come to, [batch, tokens, hidden]; the gradient on its way back.
         inputs: Input of each block.
         states: Random state before each block.
+        autocast: Whether the backward pass runs under autocast.
     """
 
     prologue: Prologue
@@ -59,6 +60,7 @@ class _MicroBatch:
     hidden: Tensor
     inputs: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
+    autocast: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,6 +123,7 @@ def _run_prologue(engine: Engine, step: Callable[[], object]) -> _MicroBatch:
 def _run_epilogue(engine: Engine, step: Callable[[], T], one: _MicroBatch) -> T:
     """Run a micro-batch's own code over the finished hidden states; leaves their gradient in `one.hidden`."""
     leaf = one.hidden.requires_grad_()
+    leaf.register_hook(lambda gradient: setattr(one, "autocast", torch.is_autocast_enabled(engine.device.type)))
     times = 0
 
     def finish(stock_forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,9 +191,11 @@ def _backward(engine: Engine, micro_batches: Sequence[_MicroBatch]) -> None:
             for one in micro_batches:
                 surroundings = dataclasses.replace(one.surroundings, rng=one.states.pop())
                 hidden = one.inputs.pop()
-                first, gradients = visit.backward(
-                    hidden, one.batch, surroundings, adapters, one.hidden, needs_hidden=block > 0
-                )
+                one.batch.check_unchanged()
+                with torch.autocast(engine.device.type, dtype=surroundings.autocast[2], enabled=one.autocast):
+                    first, gradients = visit.backward(
+                        hidden, one.batch, surroundings, adapters, one.hidden, needs_hidden=block > 0
+                    )
                 _add(adapters, gradients)
                 if first is not None:
                     one.hidden = first

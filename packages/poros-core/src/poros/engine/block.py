@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from poros.engine.executor import Batch, EagerExecutor, Surroundings
+from poros.errors import StreamError
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -29,6 +30,7 @@ class _BlockFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.executor, ctx.block, ctx.batch, ctx.surroundings = executor, block, batch, surroundings
         ctx.adapters = adapters
+        ctx.signature = executor.signature(block)
         # The adapters are saved as well, only for autograd's check that nothing changed them before the backward pass.
         ctx.save_for_backward(hidden, *adapters)
         return executor.forward(block, hidden, batch, surroundings)
@@ -37,6 +39,12 @@ class _BlockFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden = ctx.saved_tensors[0]
+        ctx.batch.check_unchanged()
+        if ctx.executor.signature(ctx.block) != ctx.signature:
+            raise StreamError(
+                "train/eval mode, dropout or active adapters were changed between a forward pass and its backward pass",
+                "the block is run again for the backward pass and must be as it was; change them after it",
+            )
         first, gradients = ctx.executor.backward(
             ctx.block, hidden, ctx.batch, ctx.surroundings, ctx.adapters, gradient, ctx.needs_input_grad[4]
         )

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from poros.engine.attention import allow_attention_backends, attention_backends
 from poros.engine.prologue import Call
+from poros.engine.signature import Signature, layer_signature, tensors_of
 from poros.engine.template import Template
+from poros.errors import StreamError
 from poros.stream.schedule import Phase
 from poros.stream.slots import Slot
 from poros.stream.streamer import Streamer
@@ -24,23 +27,26 @@ from poros.stream.streamer import Streamer
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a recompute must find as it was in the forward pass: random state and autocast.
+    """What a recompute must find as it was in the forward pass.
 
     Attributes:
         rng: State of the device's generator.
         autocast: (device type, enabled, dtype).
+        attention: Which attention backends are allowed: flash, memory-efficient, math, cuDNN.
         device: Whose generator.
     """
 
     rng: Tensor
     autocast: tuple[str, bool, torch.dtype]
+    attention: tuple[bool, bool, bool, bool]
     device: torch.device
 
     @classmethod
     def now(cls, device: torch.device) -> Surroundings:
         """The surroundings at this moment."""
         kind = device.type
-        return cls(rng_state(device), (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)), device)
+        autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        return cls(rng_state(device), autocast, attention_backends(), device)
 
     @contextmanager
     def autocasting(self) -> Iterator[None]:
@@ -52,14 +58,18 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Random state and autocast of the forward pass; the random state of the caller comes back afterwards."""
-        outer = rng_state(self.device)
+        """Everything as in the forward pass; the caller's random state and switches come back afterwards."""
+        outer, backends = rng_state(self.device), attention_backends()
         set_rng_state(self.rng, self.device)
+        if backends != self.attention:
+            allow_attention_backends(self.attention)
         try:
             with self.autocasting():
                 yield
         finally:
             set_rng_state(outer, self.device)
+            if backends != self.attention:
+                allow_attention_backends(backends)
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,29 @@ class Batch:
 
     Attributes:
         calls: The arguments of every layer.
+        versions: The tensors among them, each with autograd's count of its changes.
     """
 
     calls: tuple[Call, ...]
+    versions: tuple[tuple[Tensor, int], ...] = ()
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], training: bool) -> Batch:
+        """A forward pass with these arguments."""
+        tensors = {id(tensor): tensor for call in calls for tensor in tensors_of(call)} if training else {}
+        return cls(tuple(calls), tuple((tensor, tensor._version) for tensor in tensors.values()))
+
+    def check_unchanged(self) -> None:
+        """Refuse a recompute with other arguments than the forward pass had.
+
+        Raises:
+            StreamError: an argument was changed in place.
+        """
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise StreamError(
+                "a tensor given to the layers (a mask, positions) was changed in place between forward and backward",
+                "change a copy of it",
+            )
 
 
 class EagerExecutor:
@@ -101,11 +131,15 @@ class EagerExecutor:
             training: Whether a backward pass may follow.
             repeated: Whether a visit of a block will run it several times.
         """
-        return Batch(tuple(calls))
+        return Batch.of(calls, training)
 
     def adapters(self, block: int) -> list[nn.Parameter]:
         """The trainable parameters of a block."""
         return [parameter for template in self._blocks[block] for parameter in template.adapters()]
+
+    def signature(self, block: int) -> Signature:
+        """Everything about a block that a recompute must find as it was."""
+        return tuple(layer_signature(template.layer) for template in self._blocks[block])
 
     @contextmanager
     def visiting(self, block: int, phase: Phase) -> Iterator[Visit]:

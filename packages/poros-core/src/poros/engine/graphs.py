@@ -34,6 +34,7 @@ from poros.engine.signature import (
     CannotRecordError,
     Signature,
     call_signature,
+    check_no_hooks,
     layer_signature,
     switches_signature,
     value_signature,
@@ -86,16 +87,17 @@ class GraphExecutor(EagerExecutor):
 
     def prepare(self, hidden: Tensor, calls: Sequence[Call], training: bool, repeated: bool = False) -> Batch:
         if not training:
-            return Batch(tuple(calls))
+            return Batch.of(calls, training)
         try:
             graphs = self._graphs_for(hidden, calls, repeated)
             signatures = self._signatures()
         except CannotRecordError as error:
             log.warning("running eagerly: %s", error)
-            return Batch(tuple(calls))
+            return Batch.of(calls, training)
         if not self._record_missing(graphs, signatures):
-            return Batch(tuple(calls))
-        return GraphBatch(tuple(calls), graphs, signatures)
+            return Batch.of(calls, training)
+        plain = Batch.of(calls, training)
+        return GraphBatch(calls=plain.calls, versions=plain.versions, graphs=graphs, signatures=signatures)
 
     def _graphs_for(self, hidden: Tensor, calls: Sequence[Call], repeated: bool) -> ShapeGraphs:
         """The graphs of a batch shape; empty ones for a new shape."""
@@ -123,6 +125,7 @@ class GraphExecutor(EagerExecutor):
         for block in self._blocks:
             layers = []
             for template in block:
+                check_no_hooks(template.layer)
                 layers.append((id(template.packing), self._kinds[index], layer_signature(template.layer)))
                 index += 1
             found.append(tuple(layers))
@@ -245,7 +248,10 @@ class GraphExecutor(EagerExecutor):
             with bound(copies, slot):
                 with torch.enable_grad(), surroundings.autocasting():
                     output = run(leaf)
-                return list(torch.autograd.grad(output, [leaf, *adapters], graphs.gradient, allow_unused=True))
+                # Recording happens inside the caller's autocast, a backward pass outside it: products that the forward
+                # pass did in float32 would be differentiated in bf16.
+                with torch.autocast(graphs.hidden.device.type, enabled=False):
+                    return list(torch.autograd.grad(output, [leaf, *adapters], graphs.gradient, allow_unused=True))
 
         def restore() -> Results:
             with bound(copies, slot), torch.no_grad():

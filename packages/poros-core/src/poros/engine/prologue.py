@@ -7,6 +7,7 @@ from the installed version of transformers, and Poros repeats none of them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,7 +74,9 @@ class Recording:
     """
 
     def __init__(self, decoder: nn.Module, layers: str) -> None:
-        self._decoder = decoder
+        # Not a reference proper: the decoder holds the engine that holds this, and a cycle would keep slots and store
+        # alive until Python's collector comes by.
+        self._decoder = weakref.ref(decoder)
         self._name = layers
         stack = decoder.get_submodule(layers)
         assert isinstance(stack, nn.ModuleList)
@@ -98,7 +101,9 @@ class Recording:
 
     @contextmanager
     def _swapped(self, sink: Prologue) -> Iterator[None]:
-        modules = self._decoder._modules
+        decoder = self._decoder()
+        assert decoder is not None
+        modules = decoder._modules
         layers = modules[self._name]
         for recorder in self._list:
             recorder.sink = sink

@@ -61,7 +61,7 @@ class ShapeGraphs:
     Attributes:
         hidden, gradient: Static input and output gradient of a block, [batch, tokens, hidden].
         calls: Static arguments of each layer kind.
-        loaded: For each layer kind, the tensors whose values its static arguments hold now.
+        loaded: For each layer kind, the tensors (and their versions) whose values its static arguments hold now.
         copies: (position in the block, layer signature) -> the copy.
         recorded: (block signature, slot) -> graphs.
         pool: Memory that all graphs of this shape share; they never run at the same time.
@@ -72,7 +72,7 @@ class ShapeGraphs:
     hidden: Tensor
     gradient: Tensor
     calls: dict[str, Call]
-    loaded: dict[str, list[Tensor | None]]
+    loaded: dict[str, list[tuple[Tensor, int] | None]]
     copies: dict[tuple[int, Signature], LayerCopy] = field(default_factory=dict)
     recorded: dict[tuple[Signature, int], Recorded] = field(default_factory=dict)
     pool: Any = None
@@ -80,7 +80,7 @@ class ShapeGraphs:
     full: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GraphBatch(Batch):
     """A forward pass that replays graphs.
 
@@ -133,7 +133,8 @@ class GraphVisit(Visit):
         gradient: Tensor,
         needs_hidden: bool,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        if not isinstance(batch, GraphBatch):
+        if not isinstance(batch, GraphBatch) or torch.is_autocast_enabled(hidden.device.type):
+            # A backward pass under autocast is not what was recorded.
             return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden)
         with torch.no_grad(), surroundings.restored():
             recorded = self._place(hidden, batch, adapters)
@@ -164,10 +165,11 @@ class GraphVisit(Visit):
             loaded = graphs.loaded[kind]
             static: list[Tensor] | None = None
             for number, tensor in enumerate(tensors_of(batch.calls[index])):
-                if loaded[number] is not tensor:
+                held = loaded[number]
+                if held is None or held[0] is not tensor or held[1] != tensor._version:
                     static = tensors_of(graphs.calls[kind]) if static is None else static
                     static[number].copy_(tensor)
-                    loaded[number] = tensor
+                    loaded[number] = (tensor, tensor._version)
         return recorded
 
 

@@ -9,6 +9,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from poros.engine.attention import attention_backends
 from poros.engine.prologue import Call
 
 Signature = tuple[Any, ...]
@@ -23,17 +24,14 @@ class CannotRecordError(Exception):
 
 def switches_signature(device: torch.device) -> Signature:
     """torch's switches that decide which kernels an operation becomes: autocast, determinism, attention backends."""
-    backends = torch.backends.cuda
+    products = torch.backends.cuda.matmul
     return (
         torch.is_autocast_enabled(device.type),
         torch.get_autocast_dtype(device.type),
         torch.are_deterministic_algorithms_enabled(),
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-        backends.matmul.allow_tf32,
-        backends.matmul.allow_bf16_reduced_precision_reduction,
+        attention_backends(),
+        products.allow_tf32,
+        products.allow_bf16_reduced_precision_reduction,
     )
 
 
@@ -61,15 +59,9 @@ def call_signature(call: Call) -> Signature:
 
 
 def layer_signature(layer: nn.Module) -> Signature:
-    """What changes a layer's computation, its frozen tensors apart: adapters, scaling, dropout, mode.
-
-    Raises:
-        CannotRecordError: something hooks into the layer.
-    """
+    """What changes a layer's computation, its frozen tensors apart: adapters, scaling, dropout, mode."""
     parts: list[Any] = [type(layer), layer.training]
     for name, module in layer.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            raise CannotRecordError(f"a hook is registered on {name or 'a layer'}, and a graph would not call it")
         if isinstance(module, BaseTunerLayer):
             parts.append(
                 (
@@ -88,6 +80,17 @@ def layer_signature(layer: nn.Module) -> Signature:
             if parameter is not None and parameter.requires_grad
         )
     return tuple(parts)
+
+
+def check_no_hooks(layer: nn.Module) -> None:
+    """Refuse to record a layer that something hooks into: a graph would not call it.
+
+    Raises:
+        CannotRecordError: naming the module.
+    """
+    for name, module in layer.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            raise CannotRecordError(f"a hook is registered on {name or 'a layer'}, and a graph would not call it")
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from poros.checkpoint.frozen import FrozenTensor
 from poros.checkpoint.packing import Packing
 from poros.engine.prologue import Call
+from poros.errors import StreamError
 from poros.stream.slots import Slot
 
 
@@ -33,12 +34,27 @@ class Template:
         self.packing = packing
         self._places = tuple(places)
         self._placeholders = tuple(place.get() for place in places)
+        self._parameters = [
+            (place, place.owner._parameters[place.attribute])
+            for place in places
+            if not place.part and place.owner._parameters.get(place.attribute) is not None
+        ]
         # Slots never move, so the views of a layer that begins at a given byte of a given slot can be made once.
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     @contextmanager
     def bound(self, slot: Slot, start: int) -> Iterator[None]:
-        """Point the frozen tensors into a slot, from byte `start` on, and back to placeholders afterwards."""
+        """Point the frozen tensors into a slot, from byte `start` on, and back to placeholders afterwards.
+
+        Raises:
+            StreamError: somebody has replaced a frozen parameter, by merging adapters into it for instance.
+        """
+        for place, parameter in self._parameters:
+            if place.owner._parameters.get(place.attribute) is not parameter:
+                raise StreamError(
+                    f"the base weight {place.name} of a layer was replaced by another one",
+                    "adapters can't be merged into a base that streams; load the adapter on a resident model to merge it",
+                )
         key = (slot.index, start)
         views = self._views.get(key)
         if views is None:

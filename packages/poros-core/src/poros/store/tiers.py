@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -49,24 +51,36 @@ class PinnedStore(PageableStore):
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(sizes)
-        self._registered: list[Tensor] = []
+        registered: list[Tensor] = []
+        # Runs at `close`, or when the store is dropped; it holds the slabs, so they are unpinned before they are freed.
+        self._unpin = weakref.finalize(self, _unpin, registered)
         for slab in self._slabs:
             code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
             if int(code) != 0:
-                locked = sum(done.numel() for done in self._registered)
+                locked = sum(done.numel() for done in registered)
                 self.close()
+                _clear_error()
                 raise StreamError(
                     f"the driver refused to pin host memory (error {int(code)}) after {locked / 1e9:.1f} of "
                     f"{self.nbytes / 1e9:.1f} GB",
                     "raise the limit on locked memory (ulimit -l), free host memory, or set stream.tier to pageable",
                 )
-            self._registered.append(slab)
+            registered.append(slab)
 
     def close(self) -> None:
-        for slab in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
-        self._registered = []
+        self._unpin()
         super().close()
+
+
+def _unpin(slabs: list[Tensor]) -> None:
+    while slabs:
+        torch.cuda.cudart().cudaHostUnregister(slabs.pop().data_ptr())
+
+
+def _clear_error() -> None:
+    """Take back the driver's error, which the next kernel launch would otherwise report as its own."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def make_store(sizes: Sequence[int], tier: Tier, device: torch.device) -> HostStore:

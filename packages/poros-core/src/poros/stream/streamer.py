@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class Streamer:
         self._locked: set[int] = set()
         self._position = 0
         self._closed = False
+        # No copy may still be under way when slots or store are freed.
+        weakref.finalize(self, transfer.close)
 
     def expect(self, schedule: Schedule) -> None:
         """Say which order of visits to expect from now on."""
