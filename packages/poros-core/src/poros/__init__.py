@@ -7,7 +7,7 @@
 
 The model is an ordinary `PeftModel`: use it in your own loop, with `transformers.Trainer` or with TRL. Its frozen base
 lives in host memory and streams through the device block by block. `poros.attach(peft_model)` does the same to a model
-that you have already built.
+that you have already built, and `poros.close(model)` gives the memory back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from poros.errors import PorosError
 from poros.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from poros.engine.attach import attach
+    from poros.engine.attach import attach, close
     from poros.engine.load import load
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "Unsupported",
     "__version__",
     "attach",
+    "close",
     "hookimpl",
     "load",
 ]
@@ -39,10 +40,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # `load` and `attach` need torch; importing them on first use keeps `import poros` and `poros --help` quick.
-    if name == "attach":
-        from poros.engine.attach import attach
+    if name in ("attach", "close"):
+        from poros.engine import attach as module
 
-        return attach
+        return getattr(module, name)
     if name == "load":
         from poros.engine.load import load
 

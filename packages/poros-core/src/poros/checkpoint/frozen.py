@@ -71,11 +71,20 @@ class FrozenTensor:
             self.owner._buffers[self.attribute] = tensor
 
     def _holder(self) -> tuple[Any, str]:
-        *path, last = QUANT_STATE_TENSORS[self.part]
-        holder: Any = self.owner._parameters[self.attribute].quant_state  # type: ignore[union-attr]
-        for step in path:
-            holder = getattr(holder, step)
-        return holder, last
+        return _find(self.owner._parameters[self.attribute].quant_state, self.part)  # type: ignore[union-attr]
+
+
+def _find(state: Any, part: str) -> tuple[Any, str]:
+    """The object that holds a tensor of a quant state, and the attribute's name."""
+    *path, last = QUANT_STATE_TENSORS[part]
+    for step in path:
+        state = getattr(state, step)
+    return state, last
+
+
+def state_tensors(state: Any) -> dict[str, Tensor]:
+    """The tensors of a nested quant state, by the names used in checkpoints."""
+    return {part: getattr(*_find(state, part)) for part in QUANT_STATE_TENSORS}
 
 
 def frozen_tensors(layer: nn.Module) -> list[FrozenTensor]:

@@ -81,13 +81,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def find_prefix(names: Iterable[str], candidates: Sequence[str], probe: str) -> str:
+def find_prefix(names: Iterable[str], candidates: Sequence[str], probe: str, layers: str = "layers") -> str:
     """What stands before the names of the text decoder's tensors: one family is saved under several paths.
 
     Args:
         names: The names of a checkpoint's tensors.
         candidates: Prefixes to try, the likeliest first, each empty or with its trailing dot: `model.`.
         probe: A name every decoder has, without the prefix: `embed_tokens.weight`.
+        layers: What the decoder calls its list of layers.
 
     Returns:
         The first candidate under which there is the probe, or a layer 0.
@@ -97,7 +98,7 @@ def find_prefix(names: Iterable[str], candidates: Sequence[str], probe: str) -> 
     """
     names = set(names)
     for candidate in candidates:
-        if candidate + probe in names or any(name.startswith(f"{candidate}layers.0.") for name in names):
+        if candidate + probe in names or any(name.startswith(f"{candidate}{layers}.0.") for name in names):
             return candidate
     found = sorted({".".join(name.split(".")[:2]) for name in names})
     raise CheckpointError(

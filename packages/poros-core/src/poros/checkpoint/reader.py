@@ -6,14 +6,16 @@ tensor more, never a whole layer or model in 16 bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from poros.checkpoint.frozen import QUANT_STATE_TENSORS, FrozenTensor
+from poros.checkpoint.frozen import FrozenTensor, packed_layout, state_tensors
 from poros.checkpoint.packing import Packing
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import COMPUTE_DTYPE, Skeleton
@@ -198,17 +200,6 @@ def fill_store(
                 progress(done, total)
 
 
-def state_tensors(state: bnb.functional.QuantState) -> dict[str, Tensor]:
-    """The tensors of a nested quant state, by the names used in checkpoints."""
-    tensors = {}
-    for part, path in QUANT_STATE_TENSORS.items():
-        value = state
-        for step in path:
-            value = getattr(value, step)
-        tensors[part] = value
-    return tensors
-
-
 def _write_parts(packing: Packing, slab: Tensor, name: str, parts: dict[str, Tensor]) -> None:
     for part, tensor in parts.items():
         packing.write(slab, f"{name}.{part}", tensor)
@@ -248,6 +239,8 @@ def _check_place(
         claimed.update(parts, [f"{source}.{QUANT_STATE_KEY}"])
         if absent:
             problems.append(f"{source} is in 4 bit, but {', '.join(absent)} is missing")
+        else:
+            problems.extend(_check_stored_state(place, source, shards))
         if info.dtype != expected.dtype or info.shape != shape:
             problems.append(f"{source} is {info.dtype} {list(info.shape)}, expected {expected.dtype} {list(shape)}")
         return
@@ -261,6 +254,30 @@ def _check_place(
         problems.append(f"{source} has shape {list(info.shape)}, expected {list(shape)}")
     if info.dtype not in FLOATS and (expected.dtype.is_floating_point or _is_four_bit(place)):
         problems.append(f"{source} is {info.dtype}, expected one of bfloat16, float16, float32")
+
+
+def _check_stored_state(place: FrozenTensor, source: str, shards: Shards) -> Iterator[str]:
+    """What is wrong with the tensors beside a stored 4-bit weight; sets the dtype to which it is restored."""
+    owner: Any = place.owner
+    layout = packed_layout((int(owner.out_features), int(owner.in_features)))
+    for part in STORED_PARTS:
+        info = shards.info(f"{source}.{part}")
+        if (info.dtype, info.shape) != layout[part]:
+            dtype, shape = layout[part]
+            yield f"{info.name} is {info.dtype} {list(info.shape)}, expected {dtype} {list(shape)}"
+    key = f"{source}.{QUANT_STATE_KEY}"
+    try:
+        state = json.loads(bytes(shards.read(key).tolist()).decode())
+        dtype = getattr(torch, state["dtype"])
+        found = (state["blocksize"], state["nested_blocksize"], tuple(state["shape"]), state["quant_type"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"{key} can't be read: {type(error).__name__}: {error}"
+        return
+    expected = (64, 256, (int(owner.out_features), int(owner.in_features)), "nf4")
+    if found != expected or dtype not in FLOATS:
+        yield f"{key} says {found} and {state['dtype']}; Poros reads block sizes, shape and kind {expected}"
+        return
+    owner._parameters[place.attribute].quant_state.dtype = dtype
 
 
 def _outside(
@@ -285,6 +302,9 @@ def _outside(
             continue
         claimed.add(source)
         info = shards.info(source)
+        if f"{source}.{QUANT_STATE_KEY}" in shards:
+            problems.append(f"{source} is in 4 bit; outside the decoder layers Poros reads 16-bit weights")
+            continue
         if info.shape != tuple(tensor.shape):
             problems.append(f"{source} has shape {list(info.shape)}, expected {list(tensor.shape)}")
         if info.dtype not in FLOATS:

@@ -50,7 +50,7 @@ class Skeleton:
         model: The stock causal-LM class.
         decoder: Its text decoder.
         layers: The frozen places of each decoder layer.
-        layer_prefixes: What the tensors of each layer are called in the checkpoint begins with this.
+        architecture: Its family.
     """
 
     model: PreTrainedModel
@@ -68,12 +68,34 @@ def read_model_config(directory: Path, architecture: Architecture) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(directory)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except Exception as error:
         raise CheckpointError(f"transformers can't read {directory / 'config.json'}: {error}") from error
+    _check_quantisation(getattr(config, "quantization_config", None), directory)
     refusal = architecture.refusal(config)
     if refusal is not None:
         raise UnsupportedError(f"{directory}: {refusal.name} is not supported ({config.model_type})", refusal.hint)
     return config
+
+
+def _check_quantisation(settings: Any, directory: Path) -> None:
+    """Refuse by name every way of being quantised but NF4 with double quantisation by bitsandbytes."""
+    if settings is None:
+        return
+    values = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(values.get("quant_method", "bitsandbytes")).rpartition(".")[2].lower()
+    if method not in ("bitsandbytes", "bits_and_bytes"):
+        kind = method.upper()
+    elif not (values.get("load_in_4bit") or values.get("_load_in_4bit")):
+        kind = "8-bit bitsandbytes"
+    elif values.get("bnb_4bit_quant_type", "fp4") != "nf4":
+        kind = "FP4"
+    elif not values.get("bnb_4bit_use_double_quant", False):
+        kind = "NF4 without double quantisation"
+    else:
+        return
+    raise UnsupportedError(
+        f"{directory} is quantised as {kind}", "use the 16-bit checkpoint, or one in NF4 with double quantisation"
+    )
 
 
 def build_skeleton(
@@ -105,7 +127,12 @@ def build_skeleton(
     else:
         settings = quantization_config()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPE, attn_implementation="sdpa")
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPE, attn_implementation="sdpa")
+        except Exception as error:
+            raise CheckpointError(
+                f"transformers can't build the model of this config.json: {type(error).__name__}: {error}"
+            ) from error
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=quantised is not None)
     with _default_dtype(COMPUTE_DTYPE):  # bitsandbytes makes the biases of its layers in the default dtype
         quantizer.preprocess_model(model=model, device_map={"": str(device)})
@@ -120,7 +147,10 @@ def build_skeleton(
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     if directory is not None and (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"transformers can't read {directory / 'generation_config.json'}: {error}") from error
     model.requires_grad_(False)
     model.eval()
     return Skeleton(model, decoder, tuple(frozen_tensors(layer) for layer in layers), architecture)

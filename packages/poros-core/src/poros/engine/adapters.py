@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,16 +13,15 @@ from poros.errors import UnsupportedError
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_PLAIN_INITS = (True, False, "gaussian", "orthogonal")
+_PLAIN_INITS = (True, False, "gaussian")
 """Initialisations that look at shapes only. The others read the base weights, which aren't there yet."""
 
-_REFUSED = {
-    "use_dora": "DoRA needs the norms of the base weights",
-    "modules_to_save": "modules_to_save trains whole base modules",
-    "trainable_token_indices": "trainable_token_indices trains rows of the embedding",
-    "layer_replication": "layer_replication makes one layer's weights serve several layers",
-    "target_parameters": "target_parameters adapts bare parameters",
-}
+_PLAIN = frozenset(
+    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode runtime_config r "
+    "lora_alpha lora_dropout target_modules exclude_modules rank_pattern alpha_pattern layers_to_transform "
+    "layers_pattern use_rslora fan_in_fan_out bias init_lora_weights".split()
+)
+"""Fields of `LoraConfig` that may differ from their defaults. Any other is a variant that Poros doesn't know."""
 
 
 def check_lora(config: LoraConfig) -> None:
@@ -31,18 +30,21 @@ def check_lora(config: LoraConfig) -> None:
     Raises:
         UnsupportedError: for anything but plain LoRA on linear layers.
     """
-    kind = type(config).__name__
-    if kind != "LoraConfig":
-        raise UnsupportedError(f"{kind} adapters are not supported", "use peft.LoraConfig")
-    values: dict[str, Any] = vars(config)
-    for name, why in _REFUSED.items():
-        if values.get(name):
-            raise UnsupportedError(f"LoraConfig({name}=...) is not supported: {why}", f"leave {name} out")
-    if values.get("bias", "none") != "none":
+    kind = type(config)
+    if kind.__name__ != "LoraConfig":
+        raise UnsupportedError(f"{kind.__name__} adapters are not supported", "use peft.LoraConfig")
+    usual = vars(kind())
+    for name, value in vars(config).items():
+        if name not in _PLAIN and value != usual.get(name) and not name.startswith("_"):
+            raise UnsupportedError(
+                f"LoraConfig({name}=...) is not supported: Poros trains plain LoRA on linear layers",
+                f"leave {name} out",
+            )
+    if config.bias != "none":
         raise UnsupportedError(
             f"LoraConfig(bias={config.bias!r}) is not supported: it trains biases of the base", "use bias='none'"
         )
-    if values.get("init_lora_weights", True) not in _PLAIN_INITS:
+    if config.init_lora_weights not in _PLAIN_INITS:
         raise UnsupportedError(
             f"LoraConfig(init_lora_weights={config.init_lora_weights!r}) is not supported: it reads the base weights",
             f"use one of {', '.join(map(repr, _PLAIN_INITS))}",
@@ -66,6 +68,7 @@ def check_targets(config: LoraConfig, model: nn.Module) -> None:
     if unknown:
         linears = sorted(
             {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+            - {"lm_head"}
         )
         raise UnsupportedError(
             f"the LoRA targets name nothing in this model: {', '.join(unknown)}",

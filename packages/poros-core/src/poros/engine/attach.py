@@ -8,6 +8,7 @@ which never notices. Module tree and parameter names stay as they were.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,13 +20,14 @@ from poros.checkpoint.frozen import FrozenTensor, frozen_tensors
 from poros.checkpoint.packing import Packing
 from poros.checkpoint.reader import make_packings
 from poros.checkpoint.skeleton import placeholder
-from poros.config import StreamConfig
+from poros.config import StreamConfig, validated
 from poros.engine.accumulate import accumulate
+from poros.engine.adapters import check_lora
 from poros.engine.block import run_block
 from poros.engine.executor import EagerExecutor
 from poros.engine.graphs import GraphExecutor
 from poros.engine.parts import DecoderParts, causal_lm
-from poros.engine.prologue import Prologue, Recording
+from poros.engine.prologue import Call, Prologue, Recording
 from poros.engine.template import Template
 from poros.errors import StreamError, UnsupportedError
 from poros.plugins import Plugins, load_plugins
@@ -94,6 +96,9 @@ class Engine:
         self.device = parts.device
         self.draws: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._interceptor: Callable[..., Any] | None = None
+        self._base = weakref.ref(parts.base)
+        self._architecture = architecture
+        self._seen_adapters: tuple[int, ...] = ()
         self._layers = layers
         self._config = parts.base.config
         self._norm = parts.decoder.get_submodule(architecture.norm)
@@ -129,10 +134,13 @@ class Engine:
         """
         training = torch.is_grad_enabled()
         self._check(kwargs, training)
-        if training:
-            # A block is run twice in training, and its second run would append to the cache again.
-            kwargs = {**kwargs, "use_cache": False}
         prologue = self._recording.run(stock_forward, args, kwargs)
+        if training:
+            # The decoder may have made a cache, and masks that depend on having one. A block is run twice in training
+            # and its second run would append again, so the layers don't get to see it.
+            prologue.calls = [_without_cache(call) for call in prologue.calls]
+            if getattr(prologue.output, "past_key_values", None) is not None:
+                prologue.output.past_key_values = None
         self._check_calls(prologue.calls, training)
         return prologue
 
@@ -163,7 +171,22 @@ class Engine:
         self.streamer.close()
         self.store.close()
 
+    def _check_adapters(self) -> None:
+        """Check adapters that were added since the last look; anybody may call `get_peft_model` on a loaded model."""
+        base = self._base()
+        configs = getattr(base, "peft_config", None)
+        seen = tuple(map(id, configs.values())) if isinstance(configs, dict) else ()
+        if base is None or seen == self._seen_adapters:
+            return
+        for config in configs.values():  # type: ignore[union-attr]
+            check_lora(config)
+        check_trainable(base, self._architecture)
+        for layer in self._layers:
+            frozen_tensors(layer)
+        self._seen_adapters = seen
+
     def _check(self, kwargs: dict[str, Any], training: bool) -> None:
+        self._check_adapters()
         for flag in ("output_hidden_states", "output_attentions"):
             asked = kwargs.get(flag)
             if asked or (asked is None and getattr(self._config, flag, False)):
@@ -188,17 +211,34 @@ class Engine:
                     )
 
 
+_CACHES = ("past_key_values", "past_key_value", "cache")
+
+
+def _without_cache(call: Call) -> Call:
+    return Call(call.args, {name: None if name in _CACHES else value for name, value in call.kwargs.items()})
+
+
 class StreamedDecoder(nn.Module):
     """Mixed into the class of a decoder that streams."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StreamError(
+            "a model that streams can't be copied or pickled: its weights are in a store, not in the model",
+            "save the adapter with save_pretrained, and load the model once more for a second one",
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         engine: Engine = self.__dict__[ENGINE]
         return engine.forward(super().forward, args, kwargs)
 
 
-def start_streaming(decoder: nn.Module, engine: Engine) -> None:
+def start_streaming(base: Any, decoder: nn.Module, engine: Engine) -> None:
     """Give a decoder an engine and the class that uses it."""
     stock = type(decoder)
+    quantizer = getattr(base, "hf_quantizer", None)
+    if quantizer is not None:
+        # The base's own save_pretrained would write placeholders; transformers refuses it when it hears this.
+        quantizer.is_serializable = lambda *args, **kwargs: False
     # The name stays: transformers, peft and TRL look at class names.
     decoder.__dict__[ENGINE] = engine
     decoder.__class__ = type(stock.__name__, (StreamedDecoder, stock), {"__module__": stock.__module__})
@@ -246,7 +286,10 @@ def attach(
         UnsupportedError: no installed family knows the model, or something in it can't stream.
         StreamError: it streams already.
     """
+    config = stream_config(block_size, slots, tier, executor)
     base = causal_lm(model)
+    if not hasattr(getattr(base, "config", None), "model_type"):
+        raise UnsupportedError(f"{type(base).__name__} is not a transformers model", "pass a causal-LM or a PeftModel")
     architecture = (plugins or load_plugins()).architecture_for(base.config.model_type)
     refusal = architecture.refusal(base.config)
     if refusal is not None:
@@ -257,7 +300,6 @@ def attach(
     check_trainable(model, architecture)
     places = [frozen_tensors(layer) for layer in parts.layers]
     packings = make_packings(places, architecture.layer_kinds(base.config), mixed=True)
-    config = StreamConfig.model_validate({"block_size": block_size, "slots": slots, "tier": tier, "executor": executor})
     store = make_store([packing.nbytes for packing in packings], config.tier, parts.device)
     for index, (layer_places, packing) in enumerate(zip(places, packings, strict=True)):
         for place in layer_places:
@@ -266,8 +308,29 @@ def attach(
             place.set(placeholder(tensor.dtype, tuple(tensor.shape), tensor.device))
             if hasattr(place.owner, "support_avx512bf16_for_cpu"):
                 place.owner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # see checkpoint.skeleton
-    start_streaming(parts.decoder, Engine(parts, architecture, places, packings, store, config, transfer))
+    start_streaming(base, parts.decoder, Engine(parts, architecture, places, packings, store, config, transfer))
     return model
+
+
+def close(model: nn.Module) -> None:
+    """Stop streaming and give slots and host memory back, without waiting for the model to be dropped.
+
+    The model's base is gone afterwards: it can be saved, but not run.
+
+    Raises:
+        StreamError: the model doesn't stream.
+    """
+    engine_of(model).close()
+
+
+def stream_config(block_size: int, slots: int, tier: str, executor: str) -> StreamConfig:
+    """The settings of a stream from plain values.
+
+    Raises:
+        ConfigError: with every value that is out of range.
+    """
+    values = {"block_size": block_size, "slots": slots, "tier": tier, "executor": executor}
+    return validated(StreamConfig, values, "")
 
 
 def check_trainable(model: nn.Module, architecture: Architecture) -> None:
@@ -278,7 +341,12 @@ def check_trainable(model: nn.Module, architecture: Architecture) -> None:
     """
     inside = f"{architecture.decoder}.{architecture.layers}."
     base = causal_lm(model)
-    outside = [name for name, p in base.named_parameters() if p.requires_grad and not name.startswith(inside)]
+    trainable = [name for name, p in base.named_parameters() if p.requires_grad]
+    outside = [name for name in trainable if not name.startswith(inside)]
+    if outside and not any("lora_" in name for name in trainable):
+        raise UnsupportedError(
+            "the base itself is trainable", "freeze it, or call peft.get_peft_model first, which does so"
+        )
     if outside:
         raise UnsupportedError(
             f"trainable parameters outside the decoder layers: {', '.join(outside[:3])}"

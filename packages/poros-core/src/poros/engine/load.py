@@ -14,10 +14,10 @@ from poros.checkpoint.locate import find_prefix, read_config, resolve
 from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, plan_reading
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, read_model_config
-from poros.config import StreamConfig
 from poros.engine.adapters import check_lora, check_targets
-from poros.engine.attach import Engine, check_trainable, start_streaming
+from poros.engine.attach import Engine, check_trainable, start_streaming, stream_config
 from poros.engine.parts import DecoderParts
+from poros.errors import UnsupportedError
 from poros.plugins import Plugins, load_plugins
 from poros.store.tiers import make_store
 from poros.stream.transfer import Transfer
@@ -77,8 +77,10 @@ def load(
         UnsupportedError: the family, the kind of checkpoint or the adapters can't be run.
         StreamError: the host memory can't be had.
     """
-    config = StreamConfig.model_validate({"block_size": block_size, "slots": slots, "tier": tier, "executor": executor})
+    config = stream_config(block_size, slots, tier, executor)
     where = torch.device(device) if device is not None else default_device()
+    if where.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"Poros doesn't compute on {where.type!r} devices", "use cuda or cpu")
     if where == torch.device("cuda"):
         where = default_device()
     directory = resolve(str(model), revision)
@@ -88,7 +90,9 @@ def load(
     if lora is not None:
         check_lora(lora)
     with Shards.open(directory) as shards:
-        prefix = find_prefix(shards.names, architecture.checkpoint_prefixes, f"{architecture.embedding}.weight")
+        prefix = find_prefix(
+            shards.names, architecture.checkpoint_prefixes, f"{architecture.embedding}.weight", architecture.layers
+        )
         stored = four_bit_weights(shards)
         # In the files a decoder's tensors begin with `prefix`, in the model with the decoder's path.
         quantised = {
@@ -111,5 +115,5 @@ def load(
         fill_store(skeleton, shards, plan, store, where, progress)
     parts = DecoderParts.of(skeleton.model, architecture)
     engine = Engine(parts, architecture, skeleton.layers, plan.packings, store, config, transfer)
-    start_streaming(skeleton.decoder, engine)
+    start_streaming(skeleton.model, skeleton.decoder, engine)
     return streamed

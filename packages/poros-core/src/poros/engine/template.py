@@ -53,7 +53,7 @@ class Template:
             if place.owner._parameters.get(place.attribute) is not parameter:
                 raise StreamError(
                     f"the base weight {place.name} of a layer was replaced by another one",
-                    "adapters can't be merged into a base that streams; load the adapter on a resident model to merge it",
+                    "adapters can't be merged into a base that streams; load it on a resident model to merge it",
                 )
         key = (slot.index, start)
         views = self._views.get(key)
