@@ -80,6 +80,14 @@ def test_configs_are_frozen_and_hash_their_values() -> None:
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
 
 
+def test_an_empty_part_means_its_defaults_and_one_target_needs_no_list(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: a}\ndata: {path: b}\nout: c\ntraining:\nlora:\n")
+    config = load_config(file, {"training.steps": 3}, ["lora.targets=q_proj"])
+    assert config.training.steps == 3
+    assert config.lora.targets == ("q_proj",)
+
+
 def test_no_target_is_refused() -> None:
     with pytest.raises(ConfigError, match="name at least one linear layer"):
         validated(LoraPart, {"targets": []}, "lora")

@@ -51,6 +51,13 @@ def test_round_trip(tmp_path: Path) -> None:
     assert read_receipts(path) == [one, one]
 
 
+def test_values_that_are_not_finite_survive(tmp_path: Path) -> None:
+    made = receipt().model_copy(update={"losses": [1.0, float("nan"), float("inf")]})
+    made.append(tmp_path / "r.jsonl")
+    (found,) = read_receipts(tmp_path / "r.jsonl")
+    assert str(found.losses) == "[1.0, nan, inf]"
+
+
 @pytest.mark.parametrize("line", ["{", "{}", '{"schema": 1, "kind": "rumour"}'])
 def test_what_is_no_receipt_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"

@@ -33,7 +33,7 @@ def poros_bench_methods() -> Sequence[Method]:
 
 
 @bench.callback()
-def common() -> None:
+def compare() -> None:
     """Compare ways to train on the same work."""
 
 

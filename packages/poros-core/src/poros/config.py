@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from poros.errors import ConfigError
+from poros.errors import ConfigError, one_line
 
 AttentionPath = Literal["math", "fused", "default"]
 """`math`: deterministic algorithms, math attention only. `fused`: deterministic algorithms, fused kernels left on.
@@ -66,6 +66,12 @@ class LoraPart(Part):
         "all-linear", description="names of the linear layers to adapt, within the decoder layers"
     )
 
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        """One name may be given as it is."""
+        return (value,) if isinstance(value, str) and value != "all-linear" else value
+
     @model_validator(mode="after")
     def _some_target(self) -> LoraPart:
         if not self.targets:
@@ -92,7 +98,9 @@ class TrainingConfig(Part):
     eval_every: PositiveInt | None = Field(
         None, description="optimizer steps between two evaluations on `data.eval_path`; before and after by default"
     )
-    keep_checkpoints: PositiveInt = Field(2, description="how many checkpoints stay on disk")
+    keep_checkpoints: Annotated[int, Field(ge=2)] = Field(
+        2, description="how many checkpoints stay on disk; at least two, so that a whole one is always there"
+    )
 
 
 class StreamConfig(Part):
@@ -154,7 +162,7 @@ def load_config(
         try:
             value = yaml.safe_load(raw)
         except yaml.YAMLError as error:
-            problems.append(f"--set {text}: the value is not YAML: {_one_line(error)}")
+            problems.append(f"--set {text}: the value is not YAML: {one_line(error)}")
             continue
         problems.extend(_assign(values, key.strip(), value))
     for key, value in (overrides or {}).items():
@@ -205,14 +213,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read the config file {path}: {_one_line(error)}") from error
+        raise ConfigError(
+            f"can't read the config file {path}: {one_line(error)}", "give the path of a YAML file"
+        ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {_one_line(error)}") from error
+        raise ConfigError(f"{path} is not YAML: {one_line(error)}", "mend the line that it names") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}, not a mapping of keys to values")
-    return values
+        raise ConfigError(
+            f"{path} holds a {type(values).__name__}, not a mapping of keys to values", "write `key: value` lines"
+        )
+    # A part with nothing under it is read as None; it means the defaults.
+    return {key: {} if value is None and key in _PARTS else value for key, value in values.items()}
 
 
 def describe_problems(error: ValidationError) -> list[str]:
@@ -227,6 +240,14 @@ def describe_problems(error: ValidationError) -> list[str]:
     return lines
 
 
+_PARTS = {
+    name
+    for name, field in RunConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Part)
+}
+"""Keys of a run's config that hold further keys."""
+
+
 def _assign(values: dict[str, Any], dotted: str, value: Any) -> list[str]:
     """Set a dotted key in nested mappings; returns what is wrong with that, if anything."""
     *path, last = dotted.split(".")
@@ -238,7 +259,3 @@ def _assign(values: dict[str, Any], dotted: str, value: Any) -> list[str]:
         here = inner
     here[last] = value
     return []
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

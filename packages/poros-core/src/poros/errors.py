@@ -50,3 +50,8 @@ class SaveError(PorosError):
 
 class PluginError(PorosError):
     """Installed plugins contradict each other or the hook specifications."""
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error on one line, for a message that has others around it."""
+    return " ".join(str(error).split())

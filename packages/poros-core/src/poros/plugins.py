@@ -1,7 +1,7 @@
 """Finding plugins and calling their hooks, with one typed pass-through per hook.
 
-There is no global manager: whoever needs plugins calls `load_plugins()` and hands the result on. A plugin that fails to
-import becomes a warning that names it; plugins that contradict each other are an error that names both.
+There is no global registry: whoever needs plugins calls `load_plugins()` and hands the result on. A plugin that fails
+to import becomes a warning that names it; plugins that contradict each other are an error that names both.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Plugins:
     """
 
     def __init__(self, manager: pluggy.PluginManager, distributions: dict[str, tuple[str, str]]) -> None:
-        self._manager = manager
+        self._pluggy = manager
         self._distributions = distributions
         try:
             manager.check_pending()
@@ -76,15 +76,15 @@ class Plugins:
 
     def commands(self, app: typer.Typer) -> None:
         """Let plugins add their commands to the command line."""
-        self._manager.hook.poros_commands(app=app)
+        self._pluggy.hook.poros_commands(app=app)
 
     def step_end(self, step: StepRecord) -> None:
         """Tell plugins about a finished step."""
-        self._manager.hook.poros_step_end(step=step)
+        self._pluggy.hook.poros_step_end(step=step)
 
     def methods(self) -> Sequence[object]:
         """Benchmark methods; empty when no plugin brings that hook."""
-        hook: Any = getattr(self._manager.hook, "poros_bench_methods", None)
+        hook: Any = getattr(self._pluggy.hook, "poros_bench_methods", None)
         return () if hook is None else tuple(method for group in hook() for method in group)
 
     # -- look-ups -----------------------------------------------------------------------------------------------------
@@ -113,12 +113,12 @@ class Plugins:
     def infos(self) -> Sequence[PluginInfo]:
         """What is installed, for `poros plugins` and for provenance."""
         infos = []
-        for name, plugin in self._manager.list_name_plugin():
+        for name, plugin in self._pluggy.list_name_plugin():
             if plugin is None or name not in self._distributions:
                 continue
             distribution, version = self._distributions[name]
             mine = [a for a, owner in self._claimed if owner == name]
-            callers = self._manager.get_hookcallers(plugin) or []
+            callers = self._pluggy.get_hookcallers(plugin) or []
             infos.append(
                 PluginInfo(
                     name=name,
@@ -136,7 +136,7 @@ class Plugins:
     @cached_property
     def _claimed(self) -> list[tuple[Architecture, str]]:
         """Every architecture with the name of the plugin that brought it."""
-        caller = self._manager.hook.poros_architectures
+        caller = self._pluggy.hook.poros_architectures
         claimed: list[tuple[Architecture, str]] = []
         for implementation in caller.get_hookimpls():
             brought: Any = implementation.function()

@@ -40,11 +40,12 @@ class Receipt(BaseModel):
         link_gb_s, link_share: Measured link, and the share of it that was used.
         stall_s_per_step: Seconds the computation waited for copies.
         plan: Predicted bytes and seconds.
+        arms: Arm of a check -> median seconds per step.
         parity: Surface -> equal, different, or not said.
         losses: Loss of each recorded step.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, ser_json_inf_nan="strings")
 
     # `schema` is a method of pydantic models, hence the alias.
     schema_: int = Field(SCHEMA, alias="schema")
@@ -71,6 +72,7 @@ class Receipt(BaseModel):
     link_share: float | None = None
     stall_s_per_step: float | None = None
     plan: dict[str, Any] | None = None
+    arms: dict[str, float] = {}
     parity: dict[str, bool | None] = {}
     losses: list[float] = []
     status: Literal["ok", "oom", "error", "skipped"] = "ok"

@@ -293,6 +293,89 @@ def test_damaged_shards_are_named_before_anything_is_read(
         assert f"found {size - 100} bytes" in caught.value.message
 
 
+STATE = f"{Q}.quant_state.bitsandbytes__nf4"
+
+
+def with_state(directory: Path, **values: Any) -> Path:
+    """Change what every 4-bit weight of a checkpoint says of itself."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if "quant_state" in name]:
+        state = json.loads(bytes(tensors[name].tolist()))
+        tensors[name] = torch.tensor(list(json.dumps({**state, **values}).encode()), dtype=torch.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_the_dtype_of_a_stored_weight_is_the_files(
+    dtype: str, pre_quantised: Callable[[str], Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """Restoring a weight rounds to that dtype, so it is part of the numbers."""
+    directory = with_state(pre_quantised("qwen2"), dtype=dtype)
+    stock = load_stock(directory, lora(), 0, CPU)
+    model = poros.load(directory, lora=lora(), seed=0, device="cpu", plugins=plugins)
+    for one in DecoderParts.of(model, families["qwen2"]).layers[0].modules():
+        if type(one).__name__ == "Linear4bit" and hasattr(one, "quant_state"):
+            assert one.weight.quant_state.dtype == getattr(torch, dtype)
+    ids = torch.arange(3, 11)[None]
+    found = []
+    for each in (stock, model):
+        each.train()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = each(input_ids=ids, labels=ids)
+        output.loss.backward()
+        found.append([output.logits.detach(), *(p.grad for p in each.parameters() if p.grad is not None)])
+    assert len(found[0]) == 71
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "values", [{"blocksize": 128}, {"nested_blocksize": 128}, {"shape": [64, 32]}, {"dtype": "int8"}]
+)
+def test_other_block_sizes_and_shapes_are_refused(
+    values: dict[str, Any], pre_quantised: Callable[[str], Path], plugins: Plugins
+) -> None:
+    with pytest.raises(CheckpointError, match="Poros reads block sizes"):
+        poros.load(with_state(pre_quantised("qwen2"), **values), device="cpu", plugins=plugins)
+
+
+def test_a_garbled_quant_state_is_refused(pre_quantised: Callable[[str], Path], plugins: Plugins) -> None:
+    directory = pre_quantised("qwen2")
+    tensors = load_file(directory / "model.safetensors")
+    tensors[STATE] = torch.zeros(9, dtype=torch.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="can't be read"):
+        poros.load(directory, device="cpu", plugins=plugins)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quant_method": "awq"}, "AWQ"),
+        ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
+        ({"quant_method": "fp8"}, "FP8"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8-bit"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "FP4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "without double"),
+    ],
+)
+def test_other_ways_of_being_quantised_are_refused_by_name(
+    settings: dict[str, Any], words: str, checkpoint: Callable[..., Path], tmp_path: Path, plugins: Plugins
+) -> None:
+    directory = with_config(checkpoint("qwen2", {}), tmp_path, quantization_config=settings)
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        poros.load(directory, device="cpu", plugins=plugins)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("values", [{"hidden_act": "no-such"}, {"hidden_size": "wide"}, {"num_attention_heads": -1}])
+def test_a_config_that_transformers_rejects_is_refused(
+    values: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path, plugins: Plugins
+) -> None:
+    with pytest.raises(CheckpointError):
+        poros.load(with_config(checkpoint("qwen2", {}), tmp_path, **values), device="cpu", plugins=plugins)
+
+
 # -- memory (case O-12) -----------------------------------------------------------------------------------------------
 
 

@@ -148,6 +148,7 @@ def test_check_exits_with_1_when_the_answer_is_no(
         (["train", "--model", "m", "--data", "d", "--out", "o", "--set", "lora.rnk=3"], "lora.rnk: is not a known key"),
         (["train", "--model", "m", "--data", "d", "--out", "o", "--set", "nonsense"], "expected a.b=value"),
         (["no-such-verb"], "No such command"),
+        (["check", "x", "--out", "."], "is a folder"),
     ],
 )
 def test_wrong_calls_exit_with_2_and_no_traceback(
@@ -196,6 +197,36 @@ def test_train_and_its_refusals(
     assert "not empty" in err
     assert "--overwrite" in err
     assert poros(*arguments, "--overwrite")[0] == 0
+
+
+def test_a_defect_does_not_look_like_a_no(
+    poros: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr("poros.parity.gate.check", fail)
+    code, _, err = poros("check", "x")
+    assert code == 3
+    assert "made up" in err
+    assert "please report" in err
+
+
+def test_a_model_whose_loss_is_nan_is_refused(
+    checkpoint: Callable[..., Path], poros: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen2", {}), model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = poros("check", model, "--steps", 1, "--length", 8)
+    assert code == 2
+    assert "not finite" in err
 
 
 def test_an_interrupted_run_exits_with_130(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ import poros
 from poros.config import LoraPart
 from poros.engine.adapters import lora_config
 from poros.engine.attach import attach, engine_of
-from poros.errors import StreamError, UnsupportedError
+from poros.errors import ConfigError, StreamError, UnsupportedError
 from poros.parity.stock import load_stock, make_adapters_count
 from poros.plugins import Plugins
 
@@ -202,9 +206,142 @@ def test_a_failure_in_the_prologue_puts_the_layers_back(checkpoint: Callable[...
 
 def test_closed_engines_say_so(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
     model = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins)
-    engine_of(model).close()
+    poros.close(model)
     with pytest.raises(StreamError, match="no longer streams"):
         model(input_ids=IDS)
+
+
+# -- state that changes between a forward pass and its backward pass ---------------------------------------------------
+
+
+def loss_of(model: Any, **inputs: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=IDS, labels=IDS, **inputs).loss
+    return loss
+
+
+def test_a_mode_that_was_changed_before_backward_is_noticed(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    _, model = pair(checkpoint("qwen2", {}), plugins, dropout=0.3)
+    loss = loss_of(model)
+    model.eval()
+    with pytest.raises(StreamError, match="changed between a forward pass and its backward pass"):
+        loss.backward()
+    model.train()
+    loss_of(model).backward()
+
+
+def test_adapters_that_were_switched_before_backward_are_noticed(
+    checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    _, model = pair(checkpoint("qwen2", {}), plugins)
+    with model.disable_adapter():
+        base = model.get_input_embeddings()(IDS).requires_grad_()
+        loss = model(inputs_embeds=base, labels=IDS).loss
+    with pytest.raises(StreamError, match="changed between"):
+        loss.backward()
+
+
+def test_attention_switches_of_the_forward_pass_hold_in_the_recompute(
+    checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    found = []
+    for model in pair(checkpoint("qwen2", {}), plugins):
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = loss_of(model)
+        loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found)
+
+
+def test_an_argument_that_was_changed_before_backward_is_noticed(
+    checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    _, model = pair(checkpoint("qwen2", {}), plugins)
+    positions = torch.arange(8)[None]
+    loss = loss_of(model, position_ids=positions)
+    positions += 1
+    with pytest.raises(StreamError, match="changed in place"):
+        loss.backward()
+
+
+def test_packed_positions_and_the_default_cache(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    """With a cache transformers doesn't look for packed sequences; streaming must not change which mask it makes."""
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    for options in ({}, {"use_cache": False}, {"use_cache": True}):
+        stock, streamed = pair(checkpoint("qwen2", {}), plugins)
+        found = [gradients(model, position_ids=positions, **options) for model in (stock, streamed)]
+        assert_same(*found)
+
+
+# -- what a streamed model can't do -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+@pytest.mark.filterwarnings("ignore:Merge lora")
+def test_a_merged_base_is_noticed(merge: str, checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    _, model = pair(checkpoint("qwen2", {}), plugins)
+    merged = getattr(model, merge)() or model
+    with pytest.raises(StreamError, match="was replaced by another one"), torch.no_grad():
+        merged(input_ids=IDS)
+
+
+def test_saving_the_base_is_refused(checkpoint: Callable[..., Path], plugins: Plugins, tmp_path: Path) -> None:
+    _, model = pair(checkpoint("qwen2", {}), plugins)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.get_base_model().save_pretrained(tmp_path / "base")
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
+def test_copies_and_pickles_are_refused(
+    copying: Callable[[Any], Any], checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    _, model = pair(checkpoint("qwen2", {}), plugins)
+    with pytest.raises(StreamError, match="can't be copied or pickled"):
+        copying(model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_dora": True},
+        {"modules_to_save": ["input_layernorm"]},
+        {"bias": "all"},
+        {"alora_invocation_tokens": [7, 2]},
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_made_after_loading_are_checked_too(
+    config: dict[str, Any], checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    bare = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins)
+    model = get_peft_model(bare, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **config))
+    with pytest.raises(UnsupportedError):
+        model.get_base_model()(input_ids=IDS)
+
+
+def test_memory_is_given_back_with_the_model(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins)
+        engine = weakref.ref(engine_of(model))
+        model(input_ids=IDS)
+        del model
+        assert engine() is None
+    finally:
+        gc.enable()
+
+
+def test_two_models_stream_at_once(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    stock, one = pair(checkpoint("qwen2", {}), plugins)
+    other_stock, other = pair(checkpoint("gemma3", {}), plugins)
+    losses = loss_of(one), loss_of(other)
+    for loss in losses:
+        loss.backward()
+    for model, reference in ((one, stock), (other, other_stock)):
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert_same(gradients(reference), found)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -243,6 +380,8 @@ def test_attaching_a_model_that_is_not_in_four_bit_streams_it_in_sixteen(
         ({"target_modules": ["q_proj"], "bias": "all"}, "bias"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"target_modules": ["q_proj"], "alora_invocation_tokens": [7, 2]}, "alora_invocation_tokens"),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"}, "init_lora_weights"),
         ({"target_modules": ["q_proj"], "layer_replication": [(0, 2), (1, 3)]}, "layer_replication"),
     ],
 )
@@ -279,6 +418,19 @@ def test_targets_that_match_nothing_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match="no_such_proj"):
         poros.load(checkpoint("qwen2", {}), lora=lora(targets=targets), device="cpu", plugins=plugins)
+
+
+def test_a_base_without_adapters_is_refused_with_a_way_out(plugins: Plugins) -> None:
+    with pytest.raises(UnsupportedError, match="is not a transformers model"):
+        attach(torch.nn.Linear(2, 2), plugins=plugins)
+
+
+@pytest.mark.parametrize("options", [{"slots": 0}, {"block_size": 0}, {"tier": "tape"}, {"executor": "magic"}])
+def test_settings_out_of_range_are_refused(
+    options: dict[str, Any], checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, **options)
 
 
 def test_attach_refuses_trainable_base_parameters(checkpoint: Callable[..., Path], plugins: Plugins) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +41,6 @@ class Adversary:
     def __init__(self, seed: int = 0, forget_waits: bool = False) -> None:
         self._random = random.Random(seed)
         self._pending: list[tuple[int, Sequence[Piece]]] = []
-        self._in_use: set[int] = set()
         self._forget_waits = forget_waits
         self.poisoned = 0
 
@@ -151,6 +151,31 @@ def test_copies_per_step_are_the_schedules_optimum(streamer: Streamer) -> None:
         assert streamer.counts.copies - before == 2 * 4 - 2 * 2 == streamer.training.copies_per_period()
     assert streamer.counts.copied_bytes == 8 * streamer.counts.copies
     assert streamer.counts.late == 1  # only the very first
+
+
+def test_a_slot_is_handed_back_after_its_visit_and_not_written_before(streamer: Streamer) -> None:
+    """On a GPU, handing back is the event that the next copy into the slot waits for."""
+    events: list[tuple[str, int]] = []
+
+    class Spy(HostTransfer):
+        def copy(self, slot: int, pieces: Sequence[Piece]) -> Arrival:
+            events.append(("copy", slot))
+            return super().copy(slot, pieces)
+
+        def leave(self, slot: int) -> None:
+            events.append(("leave", slot))
+
+    streamer._transfer = Spy()
+    for _ in range(3):
+        for phase, blocks in ((Phase.FORWARD, range(4)), (Phase.BACKWARD, reversed(range(4)))):
+            for block in blocks:
+                with streamer.visit(block, phase) as slot:
+                    events.append(("use", slot.index))
+    for index in (0, 1):
+        mine = [what for what, slot in events if slot == index]
+        assert "use" in mine
+        for what, following in itertools.pairwise(mine):
+            assert (what, following) in {("copy", "use"), ("use", "leave"), ("leave", "use"), ("leave", "copy")}
 
 
 def test_an_evaluation_in_the_middle_only_costs_copies(streamer: Streamer) -> None:

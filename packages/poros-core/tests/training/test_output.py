@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import poros
@@ -98,6 +98,28 @@ def test_an_adapter_with_too_few_tensors_is_an_error(
     assert not (tmp_path / "adapter" / ADAPTER_CONFIG).exists()
 
 
+def test_an_adapter_under_other_names_is_an_error(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock_save = type(model).save_pretrained
+
+    def rename(self: Any, folder: Path, **options: Any) -> None:
+        state = {name.replace("q_proj", "other"): t for name, t in get_peft_model_state_dict(self).items()}
+        stock_save(self, folder, state_dict=state, **options)
+        path = folder / ADAPTER
+        save_file({name.replace("o_proj", "other"): t for name, t in load_file(path).items()}, path)
+
+    monkeypatch.setattr(type(model), "save_pretrained", rename)
+    with pytest.raises(SaveError):
+        save_adapter(model, tmp_path / "adapter")
+
+
+def test_what_a_failed_save_left_does_not_lock_the_folder(model: Any, tmp_path: Path) -> None:
+    (tmp_path / ".unfinished").mkdir()
+    (tmp_path / ".unfinished" / "half").write_text("")
+    prepare_folder(config(tmp_path, resume=True))
+    save_adapter(model, tmp_path)
+    assert not (tmp_path / ".unfinished").exists()
+
+
 def test_an_adapter_that_is_not_finite_is_not_saved(model: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         next(p for p in model.parameters() if p.requires_grad)[0, 0] = float("nan")
@@ -164,7 +186,11 @@ def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
 def test_overwriting_removes_only_what_a_run_wrote(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("precious")
     (tmp_path / ADAPTER).write_text("old")
+    (tmp_path / "README.md").write_text("of the adapter")
     (tmp_path / "checkpoint-3").mkdir()
+    clear_folder(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4  # no run's config: this is somebody else's folder
+    (tmp_path / "run.yaml").write_text("out: .")
     clear_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -74,6 +74,11 @@ def config(**values: Any) -> Any:
 
 def test_identity_is_what_decides_the_numbers() -> None:
     base = run_identity(config(), "rows")
-    assert base == run_identity(config(out="elsewhere", resume=True), "rows")
+    for values in (
+        {"out": "elsewhere", "resume": True},
+        {"stream.slots": 5, "stream.block_size": 2, "stream.tier": "pageable"},
+        {"training.log_every": 7, "training.keep_checkpoints": 5, "training.eval_every": 3, "data.eval_path": "x"},
+    ):
+        assert base == run_identity(config(**values), "rows"), values
     assert base != run_identity(config(), "other rows")
     assert base != run_identity(config(**{"training.seed": 1}), "rows")

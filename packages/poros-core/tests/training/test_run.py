@@ -192,6 +192,43 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert [record.step for record in listener.steps] == [5, 6]
 
 
+def test_resuming_a_finished_run_changes_nothing(ready: tuple[Path, Path], tmp_path: Path, plugins: Plugins) -> None:
+    values = {"training.save_every": 3, "training.schedule": "constant", "stream.slots": 1}
+    first = train(settings(ready, tmp_path / "out", **values), plugins, Listener())
+    before = load_file(first.out / ADAPTER)
+    for _ in range(2):
+        listener = Listener()
+        again = train(settings(ready, tmp_path / "out", resume=True, **values), plugins, listener)
+        assert any("nothing is left to train" in note for note in listener.notes)
+        assert not listener.steps
+        assert again.losses == first.losses
+        after = load_file(first.out / ADAPTER)
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_evaluating_changes_nothing_in_what_is_trained(
+    ready: tuple[Path, Path], tmp_path: Path, plugins: Plugins
+) -> None:
+    one = train(settings(ready, tmp_path / "one"), plugins, Listener())
+    values = {"data.eval_path": str(ready[1]), "training.eval_every": 1}
+    other = train(settings(ready, tmp_path / "other", **values), plugins, Listener())
+    assert len(other.evaluations) == 7
+    theirs = load_file(other.out / ADAPTER)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_file(one.out / ADAPTER).items())
+
+
+def test_an_overwriting_run_that_can_not_start_leaves_the_old_one(
+    ready: tuple[Path, Path], tmp_path: Path, plugins: Plugins
+) -> None:
+    out = train(settings(ready, tmp_path / "out", **{"training.steps": 1}), plugins, Listener()).out
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    bad = settings(ready, tmp_path / "out", overwrite=True, **{"lora.targets": ["q_prj"]})
+    with pytest.raises(UnsupportedError, match="q_prj"):
+        train(bad, plugins, Listener())
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert "overwrite" not in (out / "run.yaml").read_text()
+
+
 def test_plugins_hear_of_each_step(ready: tuple[Path, Path], tmp_path: Path) -> None:
     class Ears:
         heard: list[StepRecord] = []

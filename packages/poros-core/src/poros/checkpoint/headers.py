@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from poros.checkpoint.locate import one_line
+from poros.errors import one_line
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import constants
 
-from poros.errors import CheckpointError
+from poros.errors import CheckpointError, one_line
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 SHOWN = 10  # of a list in an error
@@ -125,8 +125,3 @@ def few(items: Sequence[str]) -> str:
     """The first of many items, and how many more there are."""
     rest = len(items) - SHOWN
     return ", ".join(items[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def one_line(error: Exception) -> str:
-    """The text of an error on one line."""
-    return " ".join(str(error).split())

@@ -26,8 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from poros.checkpoint.headers import Problem, TensorInfo, read_header
-from poros.checkpoint.locate import SHOWN, few, one_line, read_json
-from poros.errors import CheckpointError
+from poros.checkpoint.locate import SHOWN, few, read_json
+from poros.errors import CheckpointError, one_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

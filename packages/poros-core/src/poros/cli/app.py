@@ -1,12 +1,13 @@
 """The entry point: verbs, plugins' verbs, and errors as a message and a hint.
 
-Exit codes: 0 success; 1 it ran, and the answer is no; 2 the call or an input was wrong; 130 interrupted.
+Exit codes: 0 success; 1 it ran, and the answer is no; 2 the call or an input was wrong; 3 a defect; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import traceback
 import warnings
 from typing import Annotated
 
@@ -36,7 +37,7 @@ def make_app(plugins: Plugins) -> typer.Typer:
     )
 
     @app.callback()
-    def common(
+    def poros(
         context: typer.Context,
         version: Annotated[
             bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
@@ -68,6 +69,12 @@ def main() -> None:
     except PorosError as error:
         show_error(error)
         sys.exit(2)
+    except Exception:  # noqa: BLE001 - 1 means "the answer is no"; a defect of ours must not look like one
+        traceback.print_exc()
+        Console(stderr=True, highlight=False).print(
+            "this is a defect of Poros or of a library below it; please report it with the lines above"
+        )
+        sys.exit(3)
 
 
 def show_error(error: PorosError) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from poros.cli.progress import Display
 from poros.config import AttentionPath, LoraPart, StreamConfig, TrainingConfig, validated
+from poros.errors import ConfigError
 from poros.plugins import Plugins
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def check(
         StreamConfig, {"block_size": block_size, "slots": slots, "tier": tier, "executor": executor}, "stream"
     )
     path = validated_attention(attention)
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder", "name a file to which the receipt is added")
     plugins: Plugins = context.obj
     from poros.engine.adapters import lora_config
     from poros.parity.gate import check as run

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,16 +47,17 @@ def prepare_folder(config: RunConfig) -> Path:
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / _STAGING
-        probe.mkdir(exist_ok=True)
-        probe.rmdir()
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except OSError as error:
         raise ConfigError(f"can't write to the output folder {out}: {error.strerror}") from error
     return out
 
 
 def clear_folder(out: Path) -> None:
-    """Remove what an earlier run left in a folder, and nothing else."""
+    """Remove what an earlier run left in a folder, and nothing else; a folder without a run's config is left alone."""
+    if not (out / RUN_CONFIG).is_file():
+        return
     for name in (ADAPTER, ADAPTER_CONFIG, RUN_CONFIG, RECEIPT, LOSS_CURVE, "README.md"):
         (out / name).unlink(missing_ok=True)
     for folder in [*out.glob("checkpoint-*"), out / _STAGING]:
@@ -99,7 +102,7 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def count_adapter(folder: Path, trainable: dict[str, nn.Parameter]) -> None:
-    """Check that a folder holds one tensor for each trainable parameter, of its size.
+    """Check that a folder holds one tensor for each trainable parameter, of its name and size.
 
     Raises:
         SaveError: it doesn't.
@@ -108,11 +111,13 @@ def count_adapter(folder: Path, trainable: dict[str, nn.Parameter]) -> None:
     if not path.is_file():
         raise SaveError(f"peft wrote no {ADAPTER} into {folder}")
     with safe_open(path, framework="pt") as file:
-        shapes = sorted(tuple(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-    expected = sorted(tuple(parameter.shape) for parameter in trainable.values())
-    if not expected or shapes != expected:
+        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    # peft leaves the adapter's name out: ...lora_A.default.weight is saved as ...lora_A.weight.
+    expected = {re.sub(r"\.(lora_[A-Za-z_]+)\.[^.]+\.", r".\1.", name): tuple(p.shape) for name, p in trainable.items()}
+    if not expected or saved != expected:
         raise SaveError(
-            f"the saved adapter holds {len(shapes)} tensors, but {len(expected)} are trained",
+            f"the saved adapter holds {len(saved)} tensors, but {len(expected)} are trained"
+            + ("" if len(saved) != len(expected) else ", and their names or shapes differ"),
             "the model's module names don't match what peft expects; this adapter would load as a plain base model",
         )
 
@@ -127,8 +132,9 @@ def flush(path: Path) -> None:
 
 
 def write_run_config(config: RunConfig, out: Path) -> None:
-    """Write the validated config, from which the run can be repeated."""
-    (out / RUN_CONFIG).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    """Write the validated config, from which the run can be repeated; whether to overwrite is asked anew each time."""
+    values = config.model_dump(mode="json", exclude={"overwrite", "resume"})
+    (out / RUN_CONFIG).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
 def plot_losses(
@@ -154,7 +160,7 @@ def plot_losses(
     if evaluations:
         axes.plot(*zip(*evaluations, strict=True), "o-", color="#c0504d", label="held out")
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss per supervised token")
+    axes.set_ylabel("loss")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

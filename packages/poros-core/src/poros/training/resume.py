@@ -31,8 +31,19 @@ class Resumable:
 
 
 def run_identity(config: RunConfig, data_hash: str) -> str:
-    """A hash of everything that must be the same for a run to be resumed."""
-    values = config.model_dump(mode="json", exclude={"out", "overwrite", "resume"})
+    """A hash of everything that decides the numbers, and so must be the same for a run to be resumed."""
+    reporting = {"log_every", "save_every", "eval_every", "keep_checkpoints"}
+    values = config.model_dump(
+        mode="json",
+        exclude={
+            "out": True,
+            "overwrite": True,
+            "resume": True,
+            "stream": True,
+            "data": {"eval_path"},
+            "training": reporting,
+        },
+    )
     return hash_of({"config": values, "data": data_hash})
 
 
@@ -69,6 +80,12 @@ def find_resumable(out: Path, identity: str) -> Resumable:
         else:
             return Resumable(folder, tuple(passed_over))
     return Resumable(None, tuple(passed_over))
+
+
+def is_finished(checkpoint: Path) -> bool:
+    """Whether a complete checkpoint is of the run's last step."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return int(state["global_step"]) >= int(state["max_steps"])
 
 
 def _examine(folder: Path) -> tuple[str, str]:

@@ -38,7 +38,7 @@ from poros.training.output import (
     write_run_config,
 )
 from poros.training.progress import StepRecord
-from poros.training.resume import find_resumable, run_identity
+from poros.training.resume import find_resumable, is_finished, run_identity
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """At least one of these makes a tokenizer."""
@@ -100,9 +100,6 @@ def train(config: RunConfig, plugins: Plugins, listener: Listener) -> TrainResul
         held_out = _prepare(config, tokenizer, vocab_size, config.data.eval_path, listener)
     identity = run_identity(config, rows.hash)
     resume_from = _resume_from(config, out, identity, listener)
-    if config.overwrite and resume_from is None:
-        clear_folder(out)
-
     device = default_device()
     with attention_path(config.training.attention):
         model = load(
@@ -118,6 +115,8 @@ def train(config: RunConfig, plugins: Plugins, listener: Listener) -> TrainResul
             name=config.model.path,
             progress=lambda done, total: listener.advance("reading the checkpoint", done, total),
         )
+        if config.overwrite and resume_from is None:
+            clear_folder(out)  # only now is it sure that something will take its place
         try:
             return _run(config, model, tokenizer, rows, held_out, identity, resume_from, out, device, plugins, listener)
         finally:
@@ -187,7 +186,7 @@ def _run(
     plugins: Plugins,
     listener: Listener,
 ) -> TrainResult:
-    from transformers import PrinterCallback
+    from transformers import PrinterCallback, TrainerState
 
     from poros.training.trainer import StepObserver, StreamedTrainer, training_arguments
 
@@ -223,7 +222,14 @@ def _run(
     try:
         if held_out is not None and resume_from is None:
             trainer.evaluate()
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from is not None else None)
+        if resume_from is not None and is_finished(resume_from):
+            listener.note(f"{resume_from.name} is of the last step; nothing is left to train")
+            trainer._load_from_checkpoint(str(resume_from))
+            trainer.state = TrainerState.load_from_json(str(resume_from / "trainer_state.json"))
+        else:
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from is not None else None)
+        # The Trainer's own history holds the steps before a resume as well.
+        losses[:] = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         if held_out is not None and (not evaluations or evaluations[-1][0] != trainer.state.global_step):
             trainer.evaluate()
         save_adapter(model, out)

@@ -70,7 +70,7 @@ class ChatTemplate:
         try:
             text = self._render(chat.messages)
         except TEMPLATE_ERRORS as error:
-            raise RowSkipped(f"rejected by the chat template: {_one_line(error)}") from error
+            raise RowSkipped(f"rejected by the chat template: {_short(error)}") from error
         for message in chat.messages:
             if message["role"] != "assistant" and message["content"].strip() not in text:
                 raise RowSkipped(f"the chat template leaves out a {message['role']} turn")
@@ -165,6 +165,6 @@ def _narrow(turn: Span, marked: Sequence[Span]) -> list[Span]:
     return inside
 
 
-def _one_line(error: Exception) -> str:
+def _short(error: Exception) -> str:
     line = " ".join(str(error).split())
     return f"{line[:97]}..." if len(line) > 100 else line

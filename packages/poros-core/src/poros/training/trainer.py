@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from poros.config import RunConfig
 from poros.engine.attach import engine_of
+from poros.engine.executor import rng_state, set_rng_state
 from poros.errors import StreamError
 from poros.training.output import save_adapter
 from poros.training.progress import StepRecord
@@ -43,6 +45,16 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
             steps = [partial(stock_step, model, dict(sample), num_items_in_batch) for sample in self._window]
             self._losses = engine_of(model).accumulate(steps)
         return self._losses.pop(0)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate without moving the random generators, so that looking changes nothing in what is trained."""
+        device = self.args.device
+        states = {where: rng_state(where) for where in {torch.device("cpu"), torch.device(device)}}
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            for where, state in states.items():
+                set_rng_state(state, where)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         save_adapter(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
