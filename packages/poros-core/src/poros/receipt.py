@@ -32,6 +32,7 @@ class Receipt(BaseModel):
         tokens_per_step: Tokens per optimizer step, padding included.
         dtype_policy: dtypes of base, computation and adapters.
         s_step_median, s_step_std: Seconds per optimizer step.
+        gpu_s_per_step: Time of all kernels of a step, copies from the host left out.
         passes: Median seconds per step of each pass.
         steps: Optimizer steps.
         vram_allocated_gb, vram_reserved_gb, vram_device_gb: Peaks: torch's tensors, torch's pool, the whole process.
@@ -61,6 +62,7 @@ class Receipt(BaseModel):
     dtype_policy: str
     s_step_median: float | None = None
     s_step_std: float | None = None
+    gpu_s_per_step: float | None = None
     passes: list[float] = []
     steps: int = 0
     vram_allocated_gb: float | None = None

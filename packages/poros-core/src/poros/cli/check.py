@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def check(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Checkpoint: a directory or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="A directory, a hub id, or a published shape (random weights), e.g. qwen2.5-7b.")
+    ],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each arm.")] = 5,
     length: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per micro-batch; every other one is padded.")] = 2,
@@ -33,6 +35,7 @@ def check(
     tier: Annotated[str, typer.Option(help="Host memory: auto, pinned or pageable.")] = "auto",
     executor: Annotated[str, typer.Option(help="auto, eager, or graphs on a GPU.")] = "auto",
     attention: Annotated[str, typer.Option(help="Attention path: fused, math or default.")] = "fused",
+    layers: Annotated[int | None, typer.Option(min=1, help="Cut a published shape to its first layers.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     out: Annotated[Path | None, typer.Option(help="Append the receipt to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the receipt and nothing else.")] = False,
@@ -67,6 +70,7 @@ def check(
             stream=stream,
             attention=path,
             revision=revision,
+            layers=layers,
             plugins=plugins,
             announce=display.advance,
         )

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import transformers
 
-from poros.checkpoint.locate import read_config, resolve
 from poros.config import AttentionPath, LoraPart, StreamConfig, hash_of
 from poros.engine.attach import Engine, engine_of
 from poros.engine.attention import attention_path
-from poros.engine.load import default_device, load
+from poros.engine.load import default_device
 from poros.engine.parts import DecoderParts
 from poros.errors import PorosError
-from poros.parity.stock import Work, adapters_of, load_stock, make_adapters_count, train
+from poros.parity.source import find_source
+from poros.parity.stock import Work, adapters_of, make_adapters_count, train
 from poros.parity.surfaces import Comparison, Difference, compare
 from poros.plugins import Plugins, load_plugins
 from poros.provenance import host_peak_bytes, provenance
@@ -87,6 +87,7 @@ def check(
     stream: StreamConfig | None = None,
     attention: AttentionPath = "fused",
     revision: str | None = None,
+    layers: int | None = None,
     device: torch.device | None = None,
     plugins: Plugins | None = None,
     announce: Announce = lambda what, done, total: None,
@@ -94,12 +95,13 @@ def check(
     """Run the gate on a checkpoint.
 
     Args:
-        model: A directory or hub id.
+        model: A directory, a hub id, or the id of a published shape, which gets random weights.
         lora: The adapters.
         work: How long and on what.
         stream: Block size, slots, tier.
         attention: The attention path.
         revision: Of a hub id.
+        layers: Cut a published shape to its first layers.
         device: Where; the current CUDA device where there is one.
         plugins: Loaded plugins.
         announce: Told what is going on.
@@ -110,15 +112,12 @@ def check(
     stream = stream or StreamConfig()
     where = device or default_device()
     plugins = plugins or load_plugins()
-    directory = resolve(model, revision)
-    architecture_type = str(read_config(directory)["model_type"])
-    architecture = plugins.architecture_for(architecture_type)
     seconds: dict[str, float] = {}
     total = 3 * work.steps + 1
     done = 0
 
     def arm(name: str, peft_model: Any, arm_work: Work, **options: Any) -> Any:
-        parts = DecoderParts.of(peft_model, architecture)
+        parts = DecoderParts.of(peft_model, source.architecture)
         ends: list[float] = [time.perf_counter()]
 
         def on_step() -> None:
@@ -135,38 +134,25 @@ def check(
 
     transformers.utils.logging.disable_progress_bar()  # the announcements are the progress
     with attention_path(attention):
-        # The streamed model first: it refuses a bad checkpoint before anything heavy is done. It keeps little memory.
-        announce("reading the checkpoint", 0, total)
-        streamed_model = load(
-            directory,
-            lora=lora,
-            seed=work.seed,
-            block_size=stream.block_size,
-            slots=stream.slots,
-            tier=stream.tier,
-            executor=stream.executor,
-            device=where,
-            plugins=plugins,
-        )
-        engine = engine_of(streamed_model)
-        blocks = engine.blocks
-        try:
-            stock_model = load_stock(directory, lora, work.seed, where)
-        except torch.OutOfMemoryError as error:
-            raise PorosError(
-                f"the stock run needs the whole model on {where}, and it doesn't fit there",
-                "check a smaller model of the family on this machine",
-            ) from error
-        for peft_model in (stock_model, streamed_model):
-            make_adapters_count(peft_model, work.seed)
+        announce("preparing the model", 0, total)
+        source = find_source(model, revision, layers, lora, work.seed, stream, where, plugins)
+        stock_model = source.stock()
+        make_adapters_count(stock_model, work.seed)
         initial = {name: p.detach().clone() for name, p in adapters_of(stock_model).items()}
+        model_type = str(stock_model.config.model_type)
 
         reference = arm("stock", stock_model, work)
         _reset(stock_model, initial)
         again = arm("stock again", stock_model, work)
-        repeats = compare(reference, again, blocks)
-        del again, stock_model
+        _reset(stock_model, initial)
+        del stock_model
         _free()
+        streamed_model = source.streamed()
+        engine = engine_of(streamed_model)
+        blocks = engine.blocks
+        _reset(streamed_model, initial)
+        repeats = compare(reference, again, blocks)
+        del again
 
         if not all(bool(torch.isfinite(tensor).all()) for tensor in reference.surface("loss").values()):
             raise PorosError(
@@ -209,8 +195,8 @@ def check(
         work=work,
         attention=attention,
         device=str(where),
-        model=model,
-        model_type=architecture_type,
+        model=source.name,
+        model_type=model_type,
         copied_bytes=copied,
         losses=[float(tensor) for tensor in reference.surface("loss").values()],
     )
