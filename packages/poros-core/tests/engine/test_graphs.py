@@ -201,6 +201,26 @@ def test_another_attention_path_is_recorded_anew(
     assert recorded[0] < recorded[1] < recorded[2] == recorded[3]
 
 
+def test_repeated_visits_have_graphs_of_their_own(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """Where a visit runs a block several times, weights are restored once for all; single runs must not pay for that."""
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
+    ids = torch.randint(3, 100, (1, 8))
+    for order in ("plain", "block-major", "plain", "block-major"):
+        for model in (stock, streamed):
+            model.zero_grad()
+        for _ in range(2):
+            stock(input_ids=ids, labels=ids).loss.backward()
+        steps = [lambda: streamed(input_ids=ids, labels=ids).loss.backward()] * 2
+        if order == "plain":
+            [step() for step in steps]
+        else:
+            engine_of(streamed).accumulate(steps)
+        assert same(*([p.grad for p in model.parameters() if p.grad is not None] for model in (stock, streamed)))
+    assert sorted(shape.repeated for shape in executor._shapes.values()) == [False, True]
+
+
 def test_no_room_means_eager(
     checkpoint: Callable[..., Path],
     families: dict[str, Architecture],

@@ -107,6 +107,7 @@ class GraphExecutor(EagerExecutor):
             if by_kind.setdefault(kind, (call, signature))[1] != signature:
                 raise CannotRecordError(f"layers of kind {kind!r} are called in different ways")
         key = (
+            repeated,
             value_signature(hidden),
             switches_signature(hidden.device),
             tuple((kind, signature) for kind, (_, signature) in by_kind.items()),
