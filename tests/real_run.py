@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -79,6 +80,7 @@ def stock_loss(model_path: Path, adapter: Path | None, rows: Path) -> tuple[floa
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

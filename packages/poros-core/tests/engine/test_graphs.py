@@ -204,7 +204,7 @@ def test_another_attention_path_is_recorded_anew(
 def test_repeated_visits_have_graphs_of_their_own(
     checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
 ) -> None:
-    """Where a visit runs a block several times, weights are restored once for all; single runs must not pay for that."""
+    """A visit that runs a block several times restores weights once for all; single runs must not pay for that."""
     stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
     ids = torch.randint(3, 100, (1, 8))
     for order in ("plain", "block-major", "plain", "block-major"):

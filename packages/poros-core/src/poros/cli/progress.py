@@ -54,12 +54,13 @@ class Display:
 
     def step(self, record: StepRecord) -> None:
         """A training step."""
+        count = f"step {record.step}/{record.steps}  " if self._console.is_terminal else ""  # plain lines begin with it
         rate = record.tokens / record.seconds if record.seconds else 0.0
         self._show(
             "training",
             record.step,
             record.steps,
-            f"step {record.step}/{record.steps}  loss {record.loss:.4f}  {rate:,.0f} tok/s",
+            f"{count}loss {record.loss:.4f}  {rate:,.0f} tok/s",
         )
 
     def _show(self, what: str, done: int, total: int, note: str) -> None:

@@ -139,8 +139,9 @@ class Engine:
             # The decoder may have made a cache, and masks that depend on having one. A block is run twice in training
             # and its second run would append again, so the layers don't get to see it.
             prologue.calls = [_without_cache(call) for call in prologue.calls]
-            if getattr(prologue.output, "past_key_values", None) is not None:
-                prologue.output.past_key_values = None
+            if isinstance(prologue.output, dict):
+                for name in set(_CACHES) & set(prologue.output):
+                    prologue.output[name] = None
         self._check_calls(prologue.calls, training)
         return prologue
 
