@@ -40,7 +40,10 @@ class HostGraphs(GraphExecutor):
 
     def _record(self, run: Callable[[], Results], graphs: ShapeGraphs) -> tuple[Callable[[], None], Results]:
         if not self.room:
-            raise torch.OutOfMemoryError("made up")
+            try:
+                raise torch.OutOfMemoryError("made up")
+            finally:
+                raise RuntimeError("the recording could not be ended")
         results = [None if tensor is None else tensor.clone() for tensor in run()]
 
         def replay() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from poros.parity.gate import check, corrupt, receipt_of
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import SURFACES, compare
 from poros.plugins import Plugins
+from poros.stream.schedule import Phase
 
 CPU = torch.device("cpu")
 WORK = Work(steps=2, length=16, accumulation=1)
@@ -109,22 +111,26 @@ def test_a_backward_pass_over_the_wrong_weights_is_told_apart(
     checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case O-01: logits and loss of the first step are right, gradients are not."""
-    right = EagerExecutor.backward
+    right = EagerExecutor.visiting
 
-    def over_another_block(self: EagerExecutor, block: int, *args: Any) -> Any:
-        if block != 2:
-            return right(self, block, *args)
+    @contextmanager
+    def over_another_block(self: EagerExecutor, block: int, phase: Phase) -> Any:
+        if block != 2 or phase is Phase.FORWARD:
+            with right(self, block, phase) as visit:
+                yield visit
+            return
         store, streamer = self._streamer._store, self._streamer
         kept = store.slab(2).clone()
         store.slab(2).copy_(store.slab(1))
         streamer.forget()
         try:
-            return right(self, block, *args)
+            with right(self, block, phase) as visit:
+                yield visit
         finally:
             store.slab(2).copy_(kept)
             streamer.forget()
 
-    monkeypatch.setattr(EagerExecutor, "backward", over_another_block)
+    monkeypatch.setattr(EagerExecutor, "visiting", over_another_block)
     result = check(str(checkpoint("qwen2", {})), lora_config(PART), WORK, plugins=plugins)
     assert result.verdict == "different"
     assert result.streamed.surfaces["logits"] is True
@@ -159,6 +165,18 @@ def test_a_control_arm_that_is_not_caught_fails_the_gate(
 ) -> None:
     monkeypatch.setattr(gate, "corrupt", lambda engine, block: "nothing")
     result = check(str(checkpoint("qwen2", {})), lora_config(PART), WORK, plugins=plugins)
+    assert result.verdict == "control arm not caught"
+
+
+def test_a_control_arm_that_is_blamed_on_another_block_fails_the_gate(
+    checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noticing that something is wrong is not enough: the gate must say where."""
+    right = corrupt
+    monkeypatch.setattr(gate, "corrupt", lambda engine, block: right(engine, block - 1))
+    result = check(str(checkpoint("qwen2", {})), lora_config(PART), WORK, plugins=plugins)
+    assert result.control is not None
+    assert result.control_found == result.control_block - 1
     assert result.verdict == "control arm not caught"
 
 

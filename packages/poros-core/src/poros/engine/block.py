@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from poros.engine.executor import Batch, EagerExecutor, Surroundings
 from poros.errors import StreamError
+from poros.stream.schedule import Phase
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -33,7 +34,8 @@ class _BlockFunction(torch.autograd.Function):
         ctx.signature = executor.signature(block)
         # The adapters are saved as well, only for autograd's check that nothing changed them before the backward pass.
         ctx.save_for_backward(hidden, *adapters)
-        return executor.forward(block, hidden, batch, surroundings)
+        with executor.visiting(block, Phase.FORWARD) as visit:
+            return visit.forward(hidden, batch, surroundings)
 
     @staticmethod
     @once_differentiable
@@ -45,9 +47,10 @@ class _BlockFunction(torch.autograd.Function):
                 "train/eval mode, dropout or active adapters were changed between a forward pass and its backward pass",
                 "the block is run again for the backward pass and must be as it was; change them after it",
             )
-        first, gradients = ctx.executor.backward(
-            ctx.block, hidden, ctx.batch, ctx.surroundings, ctx.adapters, gradient, ctx.needs_input_grad[4]
-        )
+        with ctx.executor.visiting(ctx.block, Phase.BACKWARD) as visit:
+            first, gradients = visit.backward(
+                hidden, ctx.batch, ctx.surroundings, ctx.adapters, gradient, needs_hidden=ctx.needs_input_grad[4]
+            )
         return None, None, None, None, first, *gradients
 
 
@@ -60,7 +63,8 @@ def run_block(executor: EagerExecutor, block: int, hidden: Tensor, batch: Batch)
     """
     surroundings = Surroundings.now(hidden.device)
     if not torch.is_grad_enabled():
-        return executor.forward(block, hidden, batch, surroundings)
+        with executor.visiting(block, Phase.FORWARD) as visit:
+            return visit.forward(hidden, batch, surroundings)
     output: Tensor = _BlockFunction.apply(  # type: ignore[no-untyped-call]
         executor, block, batch, surroundings, hidden, *executor.adapters(block)
     )

@@ -147,25 +147,6 @@ class EagerExecutor:
         with self._streamer.visit(block, phase) as slot, ExitStack() as bindings:
             yield self._visit(block, slot, bindings)
 
-    def forward(self, block: int, hidden: Tensor, batch: Batch, surroundings: Surroundings) -> Tensor:
-        """One forward pass through a block in a visit of its own; see `Visit.forward`."""
-        with self.visiting(block, Phase.FORWARD) as visit:
-            return visit.forward(hidden, batch, surroundings)
-
-    def backward(
-        self,
-        block: int,
-        hidden: Tensor,
-        batch: Batch,
-        surroundings: Surroundings,
-        adapters: Sequence[nn.Parameter],
-        gradient: Tensor,
-        needs_hidden: bool,
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """One backward pass through a block in a visit of its own; see `Visit.backward`."""
-        with self.visiting(block, Phase.BACKWARD) as visit:
-            return visit.backward(hidden, batch, surroundings, adapters, gradient, needs_hidden)
-
     def _visit(self, block: int, slot: Slot, bindings: ExitStack) -> Visit:
         return Visit(self._blocks[block], self._starts[block], slot, bindings)
 

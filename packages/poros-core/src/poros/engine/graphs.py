@@ -152,9 +152,13 @@ class GraphExecutor(EagerExecutor):
             for signature, block, slot in wanted:
                 copies = self._copies(graphs, signature, block, surroundings)
                 graphs.recorded[signature, slot.index] = self._record_block(graphs, copies, slot, surroundings)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
             graphs.full = True
             graphs.recorded.clear()
+            graphs.copies.clear()
+            graphs.pool = None
             log.warning(
                 "no room to record graphs for %s; such batches run eagerly, which is slower and gives the same numbers",
                 " x ".join(map(str, graphs.hidden.shape)),
@@ -294,3 +298,12 @@ class GraphExecutor(EagerExecutor):
 
     def _visit(self, block: int, slot: Slot, bindings: ExitStack) -> Visit:
         return GraphVisit(self._blocks[block], self._starts[block], slot, bindings, block, self._kinds)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error is, or came of, one. Ending a recording that ran out of memory raises another error on top."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

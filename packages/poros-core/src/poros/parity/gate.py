@@ -20,7 +20,7 @@ from poros.engine.load import default_device
 from poros.engine.parts import DecoderParts
 from poros.errors import PorosError
 from poros.parity.source import find_source
-from poros.parity.stock import Work, adapters_of, make_adapters_count, train
+from poros.parity.stock import Work, adapters_of, make_adapters_count, make_batches, train
 from poros.parity.surfaces import Comparison, Difference, compare
 from poros.plugins import Plugins, load_plugins
 from poros.provenance import host_peak_bytes, provenance
@@ -58,6 +58,8 @@ class CheckResult:
         device: Where.
         model, model_type: What was checked.
         copied_bytes: Bytes that travelled in the streamed arm.
+        data_hash: Of the token rows.
+        allocated_bytes, reserved_bytes: Peaks of the streamed arm on a GPU.
         losses: Of stock.
     """
 
@@ -76,6 +78,9 @@ class CheckResult:
     model: str
     model_type: str
     copied_bytes: int = 0
+    data_hash: str = ""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
     losses: list[float] = field(default_factory=list)
 
 
@@ -140,6 +145,7 @@ def check(
         make_adapters_count(stock_model, work.seed)
         initial = {name: p.detach().clone() for name, p in adapters_of(stock_model).items()}
         model_type = str(stock_model.config.model_type)
+        vocab_size = int(stock_model.config.get_text_config().vocab_size)
 
         reference = arm("stock", stock_model, work)
         _reset(stock_model, initial)
@@ -159,9 +165,16 @@ def check(
                 "stock's own loss is not finite on this model, so there is nothing to compare with",
                 "check that the checkpoint is whole; NaN is equal to nothing, itself included",
             )
+        if where.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(where)
         before = engine.streamer.counts.copied_bytes
         trace = arm("streamed", streamed_model, work, accumulate=engine.accumulate)
         copied = engine.streamer.counts.copied_bytes - before
+        peaks = (
+            (torch.cuda.max_memory_allocated(where), torch.cuda.max_memory_reserved(where))
+            if where.type == "cuda"
+            else (None, None)
+        )
         streamed = compare(reference, trace, blocks)
         del trace
 
@@ -198,6 +211,9 @@ def check(
         model=source.name,
         model_type=model_type,
         copied_bytes=copied,
+        data_hash=hash_of([batch["input_ids"].tolist() for batch in make_batches(work, vocab_size)]),
+        allocated_bytes=peaks[0],
+        reserved_bytes=peaks[1],
         losses=[float(tensor) for tensor in reference.surface("loss").values()],
     )
 
@@ -226,6 +242,9 @@ def receipt_of(result: CheckResult, lora: LoraPart, stream: StreamConfig) -> Rec
         passes=[result.seconds["streamed"]],
         arms=result.seconds,
         steps=work.steps,
+        data_hash=result.data_hash,
+        vram_allocated_gb=None if result.allocated_bytes is None else result.allocated_bytes / 1e9,
+        vram_reserved_gb=None if result.reserved_bytes is None else result.reserved_bytes / 1e9,
         host_peak_gb=host_peak_bytes() / 1e9,
         copied_gb_per_step=result.copied_bytes / work.steps / 1e9,
         parity=result.surfaces,
