@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 import poros
 from poros.architecture import Architecture
@@ -87,6 +88,23 @@ def test_unequal_micro_batches_and_gradients_that_were_there(checkpoint: Callabl
         found = engine_of(streamed).accumulate(micro_steps(streamed, (12, 5, 9)))
         assert same(expected, found)
         assert same(gradients(stock), gradients(streamed))
+
+
+@pytest.mark.parametrize("layers", [[0], [2, 3], [4], [1, 3]])
+def test_adapters_in_some_layers_only(
+    layers: list[int], checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], layers_to_transform=layers, task_type="CAUSAL_LM")
+    directory = checkpoint("qwen2", {})
+    stock = load_stock(directory, lora, 0, CPU)
+    streamed = poros.load(directory, lora=lora, seed=0, device="cpu", plugins=plugins)
+    for model in (stock, streamed):
+        make_adapters_count(model, 0)
+        model.train()
+    expected = [step() for step in micro_steps(stock, (8, 5))]
+    assert same(expected, engine_of(streamed).accumulate(micro_steps(streamed, (8, 5))))
+    assert same(gradients(stock), gradients(streamed))
+    assert len(gradients(stock)) == 4 * len(layers)
 
 
 def test_the_base_travels_once_for_all(checkpoint: Callable[..., Path], plugins: Plugins) -> None:

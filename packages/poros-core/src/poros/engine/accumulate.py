@@ -185,8 +185,10 @@ def _forward_by_block(
 
 
 def _backward(engine: Engine, micro_batches: Sequence[_MicroBatch]) -> None:
-    for block in reversed(range(len(engine.executor))):
-        adapters = engine.executor.adapters(block)
+    adapters_of = [engine.executor.adapters(block) for block in range(len(engine.executor))]
+    lowest = next((block for block, adapters in enumerate(adapters_of) if adapters), len(adapters_of))
+    for block in reversed(range(lowest, len(adapters_of))):  # nothing below the lowest adapter needs a gradient
+        adapters = adapters_of[block]
         with engine.executor.visiting(block, Phase.BACKWARD) as visit:
             for one in micro_batches:
                 surroundings = dataclasses.replace(one.surroundings, rng=one.states.pop())
@@ -194,7 +196,7 @@ def _backward(engine: Engine, micro_batches: Sequence[_MicroBatch]) -> None:
                 one.batch.check_unchanged()
                 with torch.autocast(engine.device.type, dtype=surroundings.autocast[2], enabled=one.autocast):
                     first, gradients = visit.backward(
-                        hidden, one.batch, surroundings, adapters, one.hidden, needs_hidden=block > 0
+                        hidden, one.batch, surroundings, adapters, one.hidden, needs_hidden=block > lowest
                     )
                 _add(adapters, gradients)
                 if first is not None:
