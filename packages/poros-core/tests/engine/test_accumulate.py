@@ -149,6 +149,46 @@ def test_dropout_that_is_switched_on_later_is_noticed(checkpoint: Callable[..., 
     assert same(found[1], found[3])
 
 
+def test_noise_on_the_embedding_means_a_plain_loop(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    """NEFTune draws random numbers before the layers, in an order that only a plain loop has."""
+    found = []
+    stock, streamed = pair(checkpoint("qwen2", {}), plugins, dropout=0.1)
+    for model in (stock, streamed):
+        model.get_input_embeddings().register_forward_hook(lambda m, i, output: output + torch.rand_like(output))
+        torch.manual_seed(5)
+        steps = micro_steps(model, (8, 8))
+        found.append([step() for step in steps] if model is stock else engine_of(streamed).accumulate(steps))
+        found.append(gradients(model))
+        found.append([torch.get_rng_state()])
+    assert same(found[0], found[3])
+    assert same(found[1], found[4])
+    assert same(found[2], found[5])
+
+
+def test_hooks_on_adapters_are_called(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    stock, streamed = pair(checkpoint("qwen2", {}), plugins)
+    for model in (stock, streamed):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient * 2)
+    expected = [step() for step in micro_steps(stock, (8, 5))]
+    assert same(expected, engine_of(streamed).accumulate(micro_steps(streamed, (8, 5))))
+    assert same(gradients(stock), gradients(streamed))
+
+
+def test_a_change_under_way_is_noticed(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    _, streamed = pair(checkpoint("qwen2", {}), plugins)
+    ids = torch.arange(3, 11)[None]
+
+    def step() -> None:
+        streamed(input_ids=ids, labels=ids).loss.backward()
+        with torch.no_grad():
+            next(p for p in streamed.parameters() if p.requires_grad).add_(1)
+
+    with pytest.raises(StreamError, match="changed while micro-batches were under way"):
+        engine_of(streamed).accumulate([step, step])
+
+
 def test_one_micro_batch_is_an_ordinary_step(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
     stock, streamed = pair(checkpoint("qwen2", {}), plugins)
     assert same(

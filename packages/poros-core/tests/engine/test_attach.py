@@ -92,6 +92,16 @@ def test_gradient_checkpointing_changes_nothing(checkpoint: Callable[..., Path],
     assert len(runs) == 2  # forward and recompute; checkpointing inside the recompute would make it three
 
 
+def test_hooks_on_gradients_are_called_once(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    found = []
+    for model in pair(checkpoint("qwen2", {}), plugins):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient * 3)
+        found.append(gradients(model))
+    assert_same(*found)
+
+
 def test_two_forward_passes_before_one_backward_pass(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
     """As preference losses do: two graphs are alive at a time, over the same slots."""
     found = []

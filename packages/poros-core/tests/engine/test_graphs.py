@@ -190,6 +190,21 @@ def test_retyped_adapters_are_recorded_anew(
     assert same(step(stock, ids), step(streamed, ids))
 
 
+@pytest.mark.parametrize("kind", ["lora_A", "lower layers"])
+def test_frozen_adapters_are_their_own_layers(
+    kind: str, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """An adapter that takes part but isn't trained differs from layer to layer like any other."""
+    stock, streamed, _ = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
+    for model in (stock, streamed):
+        for name, parameter in model.named_parameters():
+            if ("lora_A" in name) if kind == "lora_A" else (".layers.0." in name or ".layers.1." in name):
+                parameter.requires_grad_(False)
+    ids = torch.randint(3, 100, (1, 8))
+    for _ in range(2):
+        assert same(step(stock, ids), step(streamed, ids))
+
+
 def test_another_attention_path_is_recorded_anew(
     checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
 ) -> None:

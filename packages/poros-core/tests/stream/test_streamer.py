@@ -206,6 +206,23 @@ def test_more_visits_at_a_time_than_slots_are_refused(streamer: Streamer) -> Non
         pass
 
 
+def test_a_copy_that_fails_leaves_an_empty_slot(streamer: Streamer) -> None:
+    """An interrupted copy must not pass for the block the next time."""
+    step(streamer)
+    right = streamer._transfer.copy
+
+    def interrupt(slot: int, pieces: Sequence[Piece]) -> Arrival:
+        pieces[0][1].fill_(0xFF)
+        raise KeyboardInterrupt
+
+    streamer._transfer.copy = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        step(streamer)
+    streamer._transfer.copy = right  # type: ignore[method-assign]
+    step(streamer)
+    step(streamer)
+
+
 def test_a_visit_that_fails_gives_its_slot_back(streamer: Streamer) -> None:
     for _ in range(5):
         with pytest.raises(RuntimeError, match="boom"), streamer.visit(1, Phase.FORWARD):

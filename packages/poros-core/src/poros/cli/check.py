@@ -91,7 +91,10 @@ def validated_attention(name: str) -> AttentionPath:
 
 def _print(result: CheckResult) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    table = Table(title=f"{result.model}: attention path {result.attention}, on {result.device}", title_justify="left")
+    table = Table(
+        title=f"{result.model}: attention path {result.attention}, {result.executor}, on {result.device}",
+        title_justify="left",
+    )
     table.add_column("surface")
     table.add_column("stock repeats itself")
     table.add_column("streamed equals stock")

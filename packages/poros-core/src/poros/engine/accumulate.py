@@ -83,11 +83,18 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
     Raises:
         StreamError: a function didn't run the model exactly once, or drew random numbers outside the layers.
     """
-    if len(micro_steps) == 1:
-        return [micro_steps[0]()]
+    adapters = [engine.executor.adapters(block) for block in range(len(engine.executor))]
+    if len(micro_steps) == 1 or any(_has_hooks(parameter) for block in adapters for parameter in block):
+        return [step() for step in micro_steps]
     device = engine.device
-    start = rng_state(device)
+    start, on_host = rng_state(device), torch.get_rng_state()
     micro_batches = [_run_prologue(engine, step) for step in micro_steps]
+    if not (torch.equal(rng_state(device), start) and torch.equal(torch.get_rng_state(), on_host)):
+        # Something before the layers draws random numbers (noise on the embedding, say), in the order of a plain loop.
+        set_rng_state(start, device)
+        torch.set_rng_state(on_host)
+        return [step() for step in micro_steps]
+    state = _state(engine, adapters)
     engine.streamer.expect(engine.streamer.training)
     set_rng_state(start, device)
     _forward(engine, micro_batches, start)
@@ -97,9 +104,25 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
         raise StreamError(
             "a micro-batch drew random numbers outside the decoder's layers", "accumulate in a plain loop"
         )
+    if _state(engine, adapters) != state:
+        raise StreamError(
+            "adapters, mode or dropout were changed while micro-batches were under way",
+            "change them between optimizer steps",
+        )
     with torch.no_grad():
-        _backward(engine, micro_batches)
+        _backward(engine, micro_batches, adapters)
     return results
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether somebody listens to a parameter's gradient, which here would be added without autograd."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _state(engine: Engine, adapters: Sequence[Sequence[nn.Parameter]]) -> object:
+    """Everything that must be the same when a block is run again."""
+    versions = [parameter._version for block in adapters for parameter in block]
+    return versions, [engine.executor.signature(block) for block in range(len(adapters))]
 
 
 def _run_prologue(engine: Engine, step: Callable[[], object]) -> _MicroBatch:
@@ -184,8 +207,9 @@ def _forward_by_block(
     return True
 
 
-def _backward(engine: Engine, micro_batches: Sequence[_MicroBatch]) -> None:
-    adapters_of = [engine.executor.adapters(block) for block in range(len(engine.executor))]
+def _backward(
+    engine: Engine, micro_batches: Sequence[_MicroBatch], adapters_of: Sequence[Sequence[nn.Parameter]]
+) -> None:
     lowest = next((block for block, adapters in enumerate(adapters_of) if adapters), len(adapters_of))
     for block in reversed(range(lowest, len(adapters_of))):  # nothing below the lowest adapter needs a gradient
         adapters = adapters_of[block]

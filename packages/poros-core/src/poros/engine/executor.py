@@ -207,7 +207,8 @@ class Visit:
         wanted: list[Tensor] = [leaf, *adapters] if needs_hidden else list(adapters)
         with torch.enable_grad(), surroundings.restored():
             output = self._run(leaf, batch)
-        gradients: list[Tensor | None] = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
+        with _hooks_silenced(adapters):
+            gradients: list[Tensor | None] = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
         first = gradients.pop(0) if needs_hidden else None
         return first, gradients
 
@@ -224,6 +225,19 @@ class Visit:
         for template in self._templates:
             self._bindings.enter_context(template.bound(self._slot, start))
             start += template.packing.nbytes
+
+
+@contextmanager
+def _hooks_silenced(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Keep hooks on the adapters' gradients quiet inside the recompute; they are called when the gradients come out."""
+    silenced = [(hooks, dict(hooks)) for parameter in parameters if (hooks := parameter._backward_hooks)]
+    for hooks, _ in silenced:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in silenced:
+            hooks.update(kept)
 
 
 def rng_state(device: torch.device) -> Tensor:

@@ -37,6 +37,7 @@ from poros.engine.signature import (
     check_no_hooks,
     layer_signature,
     switches_signature,
+    tensors_of,
     value_signature,
 )
 from poros.engine.template import Template
@@ -61,6 +62,7 @@ class GraphExecutor(EagerExecutor):
     Attributes:
         num_recorded: Graphs recorded so far.
         record_seconds: Time that took.
+        num_replays: Blocks run by replaying.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class GraphExecutor(EagerExecutor):
         super().__init__(streamer, blocks)
         self.num_recorded = 0
         self.record_seconds = 0.0
+        self.num_replays = 0
         self._kinds = tuple(kinds)
         self._slots = tuple(slots)
         self._max_shapes = max_shapes
@@ -106,6 +109,14 @@ class GraphExecutor(EagerExecutor):
             signature = call_signature(call)
             if by_kind.setdefault(kind, (call, signature))[1] != signature:
                 raise CannotRecordError(f"layers of kind {kind!r} are called in different ways")
+        for start, block in zip(self._starts, self._blocks, strict=False):
+            seen: dict[str, list[Tensor]] = {}
+            for index in range(start, start + len(block)):
+                tensors = tensors_of(calls[index])
+                first = seen.setdefault(self._kinds[index], tensors)
+                if any(one is not other for one, other in zip(first, tensors, strict=True)):
+                    # Both would be copied into the same static arguments before one replay.
+                    raise CannotRecordError("layers of one kind in a block are given different tensors")
         key = (
             repeated,
             value_signature(hidden),
@@ -156,9 +167,9 @@ class GraphExecutor(EagerExecutor):
             if not _is_out_of_memory(error):
                 raise
             graphs.full = True
-            graphs.recorded.clear()
-            graphs.copies.clear()
-            graphs.pool = None
+            for signature, _, slot in wanted:  # the others may belong to a batch that is still on its way back
+                graphs.recorded.pop((signature, slot.index), None)
+            self._restored.clear()
             log.warning(
                 "no room to record graphs for %s; such batches run eagerly, which is slower and gives the same numbers",
                 " x ".join(map(str, graphs.hidden.shape)),
@@ -275,7 +286,8 @@ class GraphExecutor(EagerExecutor):
         replay_backward, gradients = self._record(backward, graphs)
         assert output is not None
         self.num_recorded += 2
-        return Recorded(adapters, replay_forward, output, replay_backward, gradients, replay_restore)
+        loose = [parameter for made in copies for parameter in made.template.loose()]
+        return Recorded(loose, replay_forward, output, replay_backward, gradients, replay_restore)
 
     def _record(self, run: Callable[[], Results], graphs: ShapeGraphs) -> tuple[Callable[[], None], Results]:
         """Record a function's kernels; returns what replays them, and the tensors in which the results will lie."""
@@ -297,7 +309,10 @@ class GraphExecutor(EagerExecutor):
     # -- replaying ----------------------------------------------------------------------------------------------------
 
     def _visit(self, block: int, slot: Slot, bindings: ExitStack) -> Visit:
-        return GraphVisit(self._blocks[block], self._starts[block], slot, bindings, block, self._kinds)
+        return GraphVisit(self._blocks[block], self._starts[block], slot, bindings, block, self._kinds, self._count)
+
+    def _count(self) -> None:
+        self.num_replays += 1
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -39,14 +39,14 @@ class Recorded:
     """The two recorded directions of a block in a slot.
 
     Attributes:
-        adapters: The static adapters of the block.
+        loose: The static adapters of the block, trained or not.
         forward, backward: Start a replay.
         output: Where the forward graph leaves the block's output.
         gradients: Where the backward graph leaves the gradients of the input and of the adapters.
         restore: Restores the block's 4-bit weights for all replays of a visit; None if each replay does so itself.
     """
 
-    adapters: list[nn.Parameter]
+    loose: list[nn.Parameter]
     forward: Callable[[], None]
     output: Tensor
     backward: Callable[[], None]
@@ -100,6 +100,7 @@ class GraphVisit(Visit):
         templates, start, slot, bindings: As for any visit.
         block: Which block.
         kinds: The layer kind of each layer of the model.
+        count: Called at each replay.
     """
 
     def __init__(
@@ -110,17 +111,19 @@ class GraphVisit(Visit):
         bindings: ExitStack,
         block: int,
         kinds: Sequence[str],
+        count: Callable[[], None],
     ) -> None:
         super().__init__(templates, start, slot, bindings)
         self._block = block
         self._kinds = kinds
+        self._count = count
         self._ready: Recorded | None = None
 
     def forward(self, hidden: Tensor, batch: Batch, surroundings: Surroundings) -> Tensor:
         if not isinstance(batch, GraphBatch):
             return super().forward(hidden, batch, surroundings)
         with torch.no_grad():
-            recorded = self._place(hidden, batch, [p for template in self._templates for p in template.adapters()])
+            recorded = self._place(hidden, batch)
             recorded.forward()
             return recorded.output.clone()
 
@@ -137,7 +140,7 @@ class GraphVisit(Visit):
             # A backward pass under autocast is not what was recorded.
             return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden)
         with torch.no_grad(), surroundings.restored():
-            recorded = self._place(hidden, batch, adapters)
+            recorded = self._place(hidden, batch)
             batch.graphs.gradient.copy_(gradient)
             recorded.backward()
             first, *static = recorded.gradients
@@ -148,16 +151,18 @@ class GraphVisit(Visit):
             )
             return (first.clone() if needs_hidden and first is not None else None), gradients
 
-    def _place(self, hidden: Tensor, batch: GraphBatch, adapters: Sequence[nn.Parameter]) -> Recorded:
+    def _place(self, hidden: Tensor, batch: GraphBatch) -> Recorded:
         """Copy what differs between blocks into the static buffers; the graphs to replay."""
+        self._count()
         graphs = batch.graphs
         recorded = graphs.recorded[batch.signatures[self._block], self._slot.index]
         graphs.hidden.copy_(hidden)
         if recorded is not self._ready:
             # Once a visit: neither adapters nor weights change while a block is in its slot.
             self._ready = recorded
-            if adapters:
-                torch._foreach_copy_(list(recorded.adapters), list(adapters))
+            live: list[Tensor] = [parameter for template in self._templates for parameter in template.loose()]
+            if live:
+                torch._foreach_copy_(list[Tensor](recorded.loose), live)
             if recorded.restore is not None:
                 recorded.restore()
         for index in range(self._start, self._start + len(self._templates)):

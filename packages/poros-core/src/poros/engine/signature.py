@@ -32,6 +32,7 @@ def switches_signature(device: torch.device) -> Signature:
         attention_backends(),
         products.allow_tf32,
         products.allow_bf16_reduced_precision_reduction,
+        products.allow_fp16_reduced_precision_reduction,
     )
 
 
@@ -48,7 +49,7 @@ def value_signature(value: Any) -> Signature:
     if isinstance(value, dict):
         return ("dict", *((key, value_signature(item)) for key, item in value.items()))
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return ("value", value)
+        return ("value", type(value), value)
     raise CannotRecordError(f"a layer is given a {type(value).__name__}")
 
 
@@ -73,11 +74,12 @@ def layer_signature(layer: nn.Module) -> Signature:
                 )
             )
         elif isinstance(module, nn.Dropout):
-            parts.append((name, module.p, module.training))
+            parts.append((name, module.p))
+        parts.append((name, module.training, getattr(module, "attention_dropout", None)))
         parts.extend(
-            (name, key, tuple(parameter.shape), parameter.dtype)
+            (name, key, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
             for key, parameter in module._parameters.items()
-            if parameter is not None and parameter.requires_grad
+            if parameter is not None
         )
     return tuple(parts)
 

@@ -73,6 +73,11 @@ class Template:
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
+    def loose(self) -> list[nn.Parameter]:
+        """Every parameter that is not a frozen tensor of the base: adapters, whether they are trained or not."""
+        base = {id(parameter) for _, parameter in self._parameters}
+        return [parameter for parameter in self.layer.parameters() if id(parameter) not in base]
+
     def adapters(self) -> list[nn.Parameter]:
         """The layer's trainable parameters."""
         return [parameter for parameter in self.layer.parameters() if parameter.requires_grad]

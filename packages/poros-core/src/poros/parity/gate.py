@@ -59,6 +59,7 @@ class CheckResult:
         model, model_type: What was checked.
         copied_bytes: Bytes that travelled in the streamed arm.
         data_hash: Of the token rows.
+        executor: What ran the blocks of the streamed arm: "eager" or "graphs".
         allocated_bytes, reserved_bytes: Peaks of the streamed arm on a GPU.
         losses: Of stock.
     """
@@ -79,6 +80,7 @@ class CheckResult:
     model_type: str
     copied_bytes: int = 0
     data_hash: str = ""
+    executor: str = "eager"
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     losses: list[float] = field(default_factory=list)
@@ -175,6 +177,10 @@ def check(
             if where.type == "cuda"
             else (None, None)
         )
+        executor = "graphs" if getattr(engine.executor, "num_replays", 0) else "eager"
+        if stream.executor == "graphs" and executor != "graphs":
+            engine.close()
+            raise PorosError("no graph was replayed, so nothing is known of them", "see the warnings above for why")
         streamed = compare(reference, trace, blocks)
         del trace
 
@@ -211,6 +217,7 @@ def check(
         model=source.name,
         model_type=model_type,
         copied_bytes=copied,
+        executor=executor,
         data_hash=hash_of([batch["input_ids"].tolist() for batch in make_batches(work, vocab_size)]),
         allocated_bytes=peaks[0],
         reserved_bytes=peaks[1],
@@ -226,6 +233,7 @@ def receipt_of(result: CheckResult, lora: LoraPart, stream: StreamConfig) -> Rec
         "lora": lora.model_dump(mode="json"),
         "stream": stream.model_dump(mode="json"),
         "attention": result.attention,
+        "executor": result.executor,
         "work": dataclasses.asdict(work),
     }
     return Receipt(

@@ -88,14 +88,13 @@ class Streamer:
             )
         index = self._contents.index(block)
         self._locked.add(index)
-        self._position += 1
-        self._fill()  # start what comes next before waiting for what is needed now
-        arrival = self._arrivals[index]
-        if arrival is not None:
-            arrival.wait()
-            self._arrivals[index] = None
-        self.counts.visits += 1
         try:
+            self._position += 1
+            self._fill()  # start what comes next before waiting for what is needed now
+            arrival = self._arrivals[index]
+            if arrival is not None:
+                arrival.wait()  # at every visit: another stream may be the current one by now
+            self.counts.visits += 1
             yield self._slots[index]
         finally:
             self._transfer.leave(index)
@@ -127,8 +126,10 @@ class Streamer:
             slab = self._store.slab(layer)
             pieces.append((slab, target[offset : offset + slab.numel()]))
             offset += slab.numel()
-        self._contents[copy.slot] = copy.block
+        # Empty until the copy has been started: if that fails, nobody may take what is there for the block.
+        self._contents[copy.slot] = self._arrivals[copy.slot] = None
         self._arrivals[copy.slot] = self._transfer.copy(copy.slot, pieces)
+        self._contents[copy.slot] = copy.block
         self.counts.copies += 1
         self.counts.copied_bytes += offset
         self.counts.late += copy.ahead == 0

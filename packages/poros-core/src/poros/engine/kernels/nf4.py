@@ -74,7 +74,12 @@ def dequantise(codes: Tensor, state: Any, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty(state.shape, dtype=torch.bfloat16, device=codes.device)
     count = out.numel()
+    with torch.cuda.device(codes.device):  # Triton launches on the current device, whatever its arguments are on
+        _launch(codes, state, out, count)
+    return out
+
+
+def _launch(codes: Tensor, state: Any, out: Tensor, count: int) -> None:
     _dequantise[lambda meta: (triton.cdiv(count, 2 * meta["BYTES"]),)](
         codes, state.absmax, state.state2.absmax, state.state2.code, state.offset, state.code, out, count
     )
-    return out
