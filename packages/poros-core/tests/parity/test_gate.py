@@ -180,6 +180,19 @@ def test_a_control_arm_that_is_blamed_on_another_block_fails_the_gate(
     assert result.verdict == "control arm not caught"
 
 
+def test_adapters_that_start_from_other_values_are_told_apart(
+    checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case O-06: the seed must reach the adapters of both models in the same way."""
+    from poros.parity import source
+
+    right = source.load
+    monkeypatch.setattr(source, "load", lambda *args, seed, **rest: right(*args, seed=seed + 1, **rest))
+    result = check(str(checkpoint("qwen2", {})), lora_config(PART), WORK, plugins=plugins)
+    assert result.verdict == "different"
+    assert result.streamed.surfaces["logits"] is False
+
+
 def test_adapters_with_zero_b_are_refused_by_construction(checkpoint: Callable[..., Path]) -> None:
     model = load_stock(checkpoint("qwen2", {}), lora_config(PART), 0, CPU)
     make_adapters_count(model, 0)

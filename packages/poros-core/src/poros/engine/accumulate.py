@@ -72,16 +72,17 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
     """Run the forward and backward passes of several micro-batches, each block visited once for all of them.
 
     Args:
-        engine: Of the streamed model. micro_steps: One function per micro-batch that runs the model forward once and
-        calls `backward` on its loss. Each
-            is called twice, the first time only as far as the decoder's layers. Nothing but the layers may draw random
-            numbers.
+        engine: Of the streamed model.
+        micro_steps: One function per micro-batch that runs the model forward once and calls `backward` on its loss.
+            Each is called twice, the first time only as far as the decoder's layers. If something before the layers
+            draws random numbers, or an adapter has a gradient hook, they are run in a plain loop instead.
 
     Returns:
         What the functions returned. The gradients are in the adapters' `grad`, added to what was there.
 
     Raises:
-        StreamError: a function didn't run the model exactly once, or drew random numbers outside the layers.
+        StreamError: a function didn't run the model exactly once, drew random numbers after the layers, or changed
+            adapters, mode or dropout.
     """
     adapters = [engine.executor.adapters(block) for block in range(len(engine.executor))]
     if len(micro_steps) == 1 or any(_has_hooks(parameter) for block in adapters for parameter in block):

@@ -7,6 +7,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -140,7 +141,7 @@ def check(
         return trace
 
     transformers.utils.logging.disable_progress_bar()  # the announcements are the progress
-    with attention_path(attention):
+    with attention_path(attention), ExitStack() as cleanup:
         announce("preparing the model", 0, total)
         source = find_source(model, revision, layers, lora, work.seed, stream, where, plugins)
         stock_model = source.stock()
@@ -157,8 +158,10 @@ def check(
         _free()
         streamed_model = source.streamed()
         engine = engine_of(streamed_model)
+        cleanup.callback(engine.close)
         blocks = engine.blocks
-        _reset(streamed_model, initial)
+        # lora_A stays as it was drawn: that both models start from the same values is part of what is checked.
+        make_adapters_count(streamed_model, work.seed)
         repeats = compare(reference, again, blocks)
         del again
 
@@ -179,7 +182,6 @@ def check(
         )
         executor = "graphs" if getattr(engine.executor, "num_replays", 0) else "eager"
         if stream.executor == "graphs" and executor != "graphs":
-            engine.close()
             raise PorosError("no graph was replayed, so nothing is known of them", "see the warnings above for why")
         streamed = compare(reference, trace, blocks)
         del trace
@@ -190,7 +192,6 @@ def check(
         one_step = dataclasses.replace(work, steps=1)
         control_trace = arm("control arm", streamed_model, one_step, accumulate=engine.accumulate)
         control = compare(reference, control_trace, blocks, CONTROL_SURFACES, steps=1)
-        engine.close()
 
     caught = control.difference is not None and control.first_block == corrupted
     if not repeats.identical:
