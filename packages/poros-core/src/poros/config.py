@@ -110,6 +110,16 @@ class StreamConfig(Part):
     slots: Annotated[int, Field(ge=1)] = Field(2, description="device buffers, each of one block")
     tier: Tier = "auto"
     executor: ExecutorName = Field("auto", description="`graphs` replays CUDA graphs; `auto` does so on a GPU")
+    resident: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
+        0, description="blocks that stay on the device for good, evenly spread; `all` for every one"
+    )
+    recompute: bool = Field(
+        True, description="run resident blocks again for the backward pass instead of keeping their activations"
+    )
+    restore_once: bool = Field(
+        True,
+        description="restore a block's 4-bit weights once a visit: less GPU time, one block in bf16 more GPU memory",
+    )
 
 
 class RunConfig(Part):

@@ -24,7 +24,7 @@ from poros.engine.attention import attention_path
 from poros.engine.executor import rng_state
 from poros.engine.graphs import GraphExecutor
 from poros.engine.parts import DecoderParts
-from poros.engine.replay import Results, ShapeGraphs
+from poros.engine.replay import Pool, Results
 from poros.errors import UnsupportedError
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import compare
@@ -38,13 +38,17 @@ class HostGraphs(GraphExecutor):
 
     room = True
 
-    def _record(self, run: Callable[[], Results], graphs: ShapeGraphs) -> tuple[Callable[[], None], Results]:
+    def _warm_up(self, run: Callable[[], Results]) -> None:
+        run()
+
+    def _record(self, run: Callable[[], Results], pool: Pool) -> tuple[Callable[[], None], Results]:
         if not self.room:
             try:
                 raise torch.OutOfMemoryError("made up")
             finally:
                 raise RuntimeError("the recording could not be ended")
         results = [None if tensor is None else tensor.clone() for tensor in run()]
+        self.num_recorded += 1
 
         def replay() -> None:
             with torch.no_grad():
@@ -58,7 +62,8 @@ class HostGraphs(GraphExecutor):
 def use_host_graphs(model: Any, architecture: Architecture, **options: Any) -> HostGraphs:
     engine = engine_of(model)
     kinds = architecture.layer_kinds(model.config)
-    executor = HostGraphs(engine.streamer, engine.executor._blocks, kinds, engine.streamer._slots, **options)
+    old = engine.executor
+    executor = HostGraphs(engine.streamer, old._blocks, kinds, **{"keeping": old.keeping, **options})
     engine.executor = executor
     return executor
 
@@ -96,7 +101,7 @@ def test_every_surface(
             traces.append(train(model, DecoderParts.of(model, architecture).layers, work, CPU))
     result = compare(*traces, engine_of(streamed).blocks)
     assert result.identical, str(result.difference)
-    signatures = {signature for signature, _ in next(iter(executor._shapes.values())).recorded}
+    signatures = {key[:2] for key in next(iter(executor._shapes.values())).recorded}
     assert executor.num_recorded == 2 * len(signatures) * slots
 
 
@@ -172,8 +177,13 @@ def test_switched_adapters_are_recorded_anew(
         for module in model.modules():
             if isinstance(module, LoraLayer):
                 module.scaling["default"] = 0.5
+    # The first step notices at each visit and runs eagerly; the next one finds new graphs.
+    for recorded_more in (False, True):
+        assert same(step(stock, ids), step(streamed, ids))
+        assert (executor.num_recorded > before) is recorded_more
+    replays = executor.num_replays
     assert same(step(stock, ids), step(streamed, ids))
-    assert executor.num_recorded > before
+    assert executor.num_replays - replays == 2 * len(executor)
 
 
 def test_retyped_adapters_are_recorded_anew(
@@ -224,6 +234,7 @@ def test_repeated_visits_have_graphs_of_their_own(
 ) -> None:
     """A visit that runs a block several times restores weights once for all; single runs must not pay for that."""
     stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
+    executor._restore_once = False
     ids = torch.randint(3, 100, (1, 8))
     for order in ("plain", "block-major", "plain", "block-major"):
         for model in (stock, streamed):
@@ -236,7 +247,7 @@ def test_repeated_visits_have_graphs_of_their_own(
         else:
             engine_of(streamed).accumulate(steps)
         assert same(*([p.grad for p in model.parameters() if p.grad is not None] for model in (stock, streamed)))
-    assert sorted(shape.repeated for shape in executor._shapes.values()) == [False, True]
+    assert sorted(shape.restore_once for shape in executor._shapes.values()) == [False, True]
 
 
 def test_no_room_means_eager(
@@ -292,19 +303,87 @@ def test_recording_leaves_the_random_state_alone(
     assert seen == [True]
 
 
-def test_a_layer_with_a_hook_runs_eagerly(
-    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+@pytest.mark.parametrize("resident", [0, "all"])
+def test_a_block_with_a_hook_runs_eagerly(
+    resident: Any,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    """A graph would not call the hook. The other blocks are replayed."""
+    stock, streamed, executor = models(
+        checkpoint("qwen2", {}), plugins, families["qwen2"], resident=resident, recompute=False
+    )
+    ids = torch.randint(3, 100, (1, 8))
     heard: list[int] = []
     layer = DecoderParts.of(streamed, families["qwen2"]).layers[2]
     handle = layer.register_forward_hook(lambda *args: heard.append(1))
-    streamed(input_ids=torch.arange(8)[None])
-    assert heard
-    assert executor.num_recorded == 0
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert same(step(stock, ids), step(streamed, ids))
+    assert len(heard) == (2 if resident else 4)
+    assert executor.num_replays == 2 * (1 if resident else 2) * (len(executor) - 1)
+    assert caplog.text.count("block 2 runs eagerly: a hook is registered") == 1
     handle.remove()
-    streamed(input_ids=torch.arange(8)[None])
-    assert executor.num_recorded > 0
+    for _ in range(2):
+        assert same(step(stock, ids), step(streamed, ids))
+    assert len(heard) == (2 if resident else 4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize(
+    ("resident", "block_size", "accumulation"), [("all", 1, 1), (2, 1, 2), ("all", 3, 2), (1, 2, 1)]
+)
+def test_kept_activations(
+    family: str,
+    resident: Any,
+    block_size: int,
+    accumulation: int,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+) -> None:
+    architecture = families[family]
+    work = Work(steps=3, length=16, accumulation=accumulation, learning_rate=1e-2)
+    stock, streamed, executor = models(
+        checkpoint(family, {}), plugins, architecture, resident=resident, recompute=False, block_size=block_size
+    )
+    engine = engine_of(streamed)
+    with attention_path("fused"):
+        one = train(stock, DecoderParts.of(stock, architecture).layers, work, CPU)
+        other = train(streamed, DecoderParts.of(streamed, architecture).layers, work, CPU, accumulate=engine.accumulate)
+    result = compare(one, other, engine.blocks)
+    assert result.identical, str(result.difference)
+    chained = [shape for shape in executor._shapes.values() if shape.chain]
+    assert bool(chained) is (accumulation == 1 or resident == "all")
+    for shape in chained:
+        assert set(shape.chain) == executor.keeping
+
+
+def test_kept_activations_of_a_pass_that_was_overtaken(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """There is room for one pass. An older one is run again instead; so is one whose adapters were moved."""
+    found = []
+    stock, streamed, _ = models(checkpoint("qwen2", {}), plugins, families["qwen2"], resident="all", recompute=False)
+    for model in (stock, streamed):
+        grown = []
+        for lengths in ((8, 8), (8, 12, 8), (12, 8)):
+            model.zero_grad()
+            torch.manual_seed(1)
+            outputs = [
+                model(input_ids=torch.arange(3, 3 + n)[None]).logits.float().logsumexp(-1).sum() for n in lengths
+            ]
+            sum(outputs[1:], outputs[0]).backward()
+            grown += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data * 2
+        for _ in range(2):
+            grown += step(model, torch.arange(3, 11)[None])
+        found.append(grown)
+    assert same(*found)
 
 
 def test_graphs_on_a_cpu_are_refused(checkpoint: Callable[..., Path], plugins: Plugins) -> None:

@@ -133,7 +133,7 @@ def streamer() -> Streamer:
     store = PageableStore([8] * 4)
     for layer in range(4):
         store.slab(layer).fill_(layer + 1)
-    return Streamer(store, make_slots(2, 8, CPU), HostTransfer(), [(0,), (1,), (2,), (3,)])
+    return Streamer(store, make_slots([8, 8], CPU), HostTransfer(), [(0,), (1,), (2,), (3,)])
 
 
 def step(streamer: Streamer) -> None:

@@ -1,13 +1,14 @@
 """Filling a skeleton from a checkpoint: what each tensor of the files becomes, checked first and read afterwards.
 
-Checking needs only the headers of the files; reading goes tensor by tensor, so that the host holds the store and one
-tensor more, never a whole layer or model in 16 bit.
+Checking needs only the headers of the files; reading goes tensor by tensor, so that the host holds the store and a few
+tensors more, never a whole layer or model in 16 bit.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +161,7 @@ def fill_store(
     device: torch.device,
     progress: Progress | None = None,
 ) -> None:
-    """Quantise the layers one tensor at a time into the store.
+    """Quantise the layers tensor by tensor into the store.
 
     Args:
         skeleton: The model, for the names of its frozen tensors.
@@ -170,34 +171,49 @@ def fill_store(
         device: Where to quantise: the device on which stock would, so that codes and scales are the same.
         progress: Told the bytes read.
     """
-    total = shards.total_bytes
-    done = 0
     quantised = four_bit_weights(shards)
-    for index, places in enumerate(skeleton.layers):
-        slab, packing, prefix = store.slab(index), plan.packings[index], plan.layer_prefixes[index]
-        for place in places:
-            if place.part:
-                continue
-            source = prefix + place.name
-            tensor = shards.read(source)
-            done += tensor.nbytes
-            if source in quantised:
-                packing.write(slab, place.name, tensor)
-                _write_parts(packing, slab, place.name, _stored_parts(shards, source))
-            elif _is_four_bit(place):
-                weight = bnb.nn.Params4bit(
-                    tensor.to(device=device, dtype=COMPUTE_DTYPE),
-                    requires_grad=False,
-                    compress_statistics=True,
-                    quant_type="nf4",
-                    quant_storage=place.get().dtype,
-                ).to(device)
-                packing.write(slab, place.name, weight.data)
-                _write_parts(packing, slab, place.name, state_tensors(weight.quant_state))
-            else:
-                packing.write(slab, place.name, tensor.to(place.get().dtype))
-            if progress is not None:
-                progress(done, total)
+
+    def fill(index: int, place: FrozenTensor) -> int:
+        slab, packing, source = store.slab(index), plan.packings[index], plan.layer_prefixes[index] + place.name
+        tensor = shards.read(source)
+        if source in quantised:
+            packing.write(slab, place.name, tensor)
+            _write_parts(packing, slab, place.name, _stored_parts(shards, source))
+        elif _is_four_bit(place):
+            weight = bnb.nn.Params4bit(
+                tensor.to(device=device, dtype=COMPUTE_DTYPE),
+                requires_grad=False,
+                compress_statistics=True,
+                quant_type="nf4",
+                quant_storage=place.get().dtype,
+            ).to(device)
+            packing.write(slab, place.name, weight.data)
+            _write_parts(packing, slab, place.name, state_tensors(weight.quant_state))
+        else:
+            packing.write(slab, place.name, tensor.to(place.get().dtype))
+        return tensor.nbytes
+
+    # Threads, so that one tensor is read from the disk while another is quantised. Each writes its own bytes.
+    with ThreadPoolExecutor(READING_THREADS, "poros-read") as threads:
+        jobs = [
+            threads.submit(fill, index, place)
+            for index, places in enumerate(skeleton.layers)
+            for place in places
+            if not place.part
+        ]
+        try:
+            done = 0
+            for job in jobs:
+                done += job.result()
+                if progress is not None:
+                    progress(done, shards.total_bytes)
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+READING_THREADS = 3
+"""As many tensors in 16 bit are in memory at a time."""
 
 
 def _write_parts(packing: Packing, slab: Tensor, name: str, parts: dict[str, Tensor]) -> None:

@@ -34,6 +34,8 @@ def check(
     slots: Annotated[int, typer.Option(min=1, help="Device buffers of one block each.")] = 2,
     tier: Annotated[str, typer.Option(help="Host memory: auto, pinned or pageable.")] = "auto",
     executor: Annotated[str, typer.Option(help="auto, eager, or graphs on a GPU.")] = "auto",
+    resident: Annotated[str, typer.Option(help="Blocks that stay on the device: a number or all.")] = "0",
+    recompute: Annotated[bool, typer.Option(help="Run resident blocks again for the backward pass.")] = True,
     attention: Annotated[str, typer.Option(help="Attention path: fused, math or default.")] = "fused",
     layers: Annotated[int | None, typer.Option(min=1, help="Cut a published shape to its first layers.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
@@ -50,7 +52,16 @@ def check(
     """
     lora = validated(LoraPart, {"rank": rank, "alpha": 2 * rank, "dropout": dropout}, "lora")
     stream = validated(
-        StreamConfig, {"block_size": block_size, "slots": slots, "tier": tier, "executor": executor}, "stream"
+        StreamConfig,
+        {
+            "block_size": block_size,
+            "slots": slots,
+            "tier": tier,
+            "executor": executor,
+            "resident": resident,
+            "recompute": recompute,
+        },
+        "stream",
     )
     path = validated_attention(attention)
     if out is not None and out.is_dir():

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from poros.engine.executor import Batch, Surroundings, rng_state, set_rng_state
+from poros.engine.executor import Batch, BlockSignature, Surroundings, rng_state, set_rng_state
 from poros.engine.prologue import Prologue
 from poros.errors import StreamError
 from poros.stream.schedule import Phase
@@ -85,7 +85,8 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
             adapters, mode or dropout.
     """
     adapters = [engine.executor.adapters(block) for block in range(len(engine.executor))]
-    if len(micro_steps) == 1 or any(_has_hooks(parameter) for block in adapters for parameter in block):
+    keeps_all = len(engine.executor.keeping) == len(adapters)  # nothing travels, and nothing need be run again
+    if len(micro_steps) == 1 or keeps_all or any(_has_hooks(parameter) for block in adapters for parameter in block):
         return [step() for step in micro_steps]
     device = engine.device
     start, on_host = rng_state(device), torch.get_rng_state()
@@ -95,23 +96,21 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
         set_rng_state(start, device)
         torch.set_rng_state(on_host)
         return [step() for step in micro_steps]
-    state = _state(engine, adapters)
+    versions = _versions(adapters)
     engine.streamer.expect(engine.streamer.training)
     set_rng_state(start, device)
-    _forward(engine, micro_batches, start)
+    signatures: list[BlockSignature] = []
+    _forward(engine, micro_batches, start, signatures)
     end = rng_state(device)
     results = [_run_epilogue(engine, step, one) for step, one in zip(micro_steps, micro_batches, strict=True)]
     if not torch.equal(rng_state(device), end):
         raise StreamError(
             "a micro-batch drew random numbers outside the decoder's layers", "accumulate in a plain loop"
         )
-    if _state(engine, adapters) != state:
-        raise StreamError(
-            "adapters, mode or dropout were changed while micro-batches were under way",
-            "change them between optimizer steps",
-        )
+    if _versions(adapters) != versions:
+        raise StreamError("adapters were changed while micro-batches were under way", "step after the backward pass")
     with torch.no_grad():
-        _backward(engine, micro_batches, adapters)
+        _backward(engine, micro_batches, adapters, signatures)
     return results
 
 
@@ -120,10 +119,8 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def _state(engine: Engine, adapters: Sequence[Sequence[nn.Parameter]]) -> object:
-    """Everything that must be the same when a block is run again."""
-    versions = [parameter._version for block in adapters for parameter in block]
-    return versions, [engine.executor.signature(block) for block in range(len(adapters))]
+def _versions(adapters: Sequence[Sequence[nn.Parameter]]) -> list[int]:
+    return [parameter._version for block in adapters for parameter in block]
 
 
 def _run_prologue(engine: Engine, step: Callable[[], object]) -> _MicroBatch:
@@ -163,14 +160,20 @@ def _run_epilogue(engine: Engine, step: Callable[[], T], one: _MicroBatch) -> T:
     return result
 
 
-def _forward(engine: Engine, micro_batches: Sequence[_MicroBatch], start: Tensor) -> None:
-    """Run all blocks for all micro-batches; leaves the finished hidden states in `hidden`."""
+def _forward(
+    engine: Engine, micro_batches: Sequence[_MicroBatch], start: Tensor, signatures: list[BlockSignature]
+) -> None:
+    """Run all blocks for all micro-batches; leaves the finished hidden states in `hidden`, and each block's signature.
+
+    Mode and dropout can't change in here: no code of the caller's runs between the blocks.
+    """
     num_blocks = len(engine.executor)
     draws = [[engine.draws.get((block, one.shape)) for block in range(num_blocks)] for one in micro_batches]
     if all(count is not None for counts in draws for count in counts):
         before = [one.hidden for one in micro_batches]
-        if _forward_by_block(engine, micro_batches, draws, start):  # type: ignore[arg-type]
+        if _forward_by_block(engine, micro_batches, draws, start, signatures):  # type: ignore[arg-type]
             return
+        signatures.clear()
         # A block drew more or fewer numbers than it used to (dropout was changed): once more, in the plain order.
         for one, hidden in zip(micro_batches, before, strict=True):
             one.hidden, one.inputs, one.states = hidden, [], []
@@ -180,12 +183,18 @@ def _forward(engine: Engine, micro_batches: Sequence[_MicroBatch], start: Tensor
             one.states.append(rng_state(engine.device))
             one.inputs.append(one.hidden)
             with engine.executor.visiting(block, Phase.FORWARD) as visit:
+                if len(signatures) == block:
+                    signatures.append(engine.executor.signature(block))
                 one.hidden = visit.forward(one.hidden, one.batch, one.surroundings)
             engine.draws[block, one.shape] = _draws(one.states[-1], rng_state(engine.device))
 
 
 def _forward_by_block(
-    engine: Engine, micro_batches: Sequence[_MicroBatch], draws: Sequence[Sequence[int]], start: Tensor
+    engine: Engine,
+    micro_batches: Sequence[_MicroBatch],
+    draws: Sequence[Sequence[int]],
+    start: Tensor,
+    signatures: list[BlockSignature],
 ) -> bool:
     """Block by block; False if a block drew another number of random numbers than foreseen."""
     state = start
@@ -197,6 +206,7 @@ def _forward_by_block(
             state = _advanced(state, count)
     for block in range(len(engine.executor)):
         with engine.executor.visiting(block, Phase.FORWARD) as visit:
+            signatures.append(engine.executor.signature(block))
             for one, ahead in zip(micro_batches, states, strict=True):
                 set_rng_state(ahead[block], engine.device)
                 one.states.append(ahead[block])
@@ -209,12 +219,16 @@ def _forward_by_block(
 
 
 def _backward(
-    engine: Engine, micro_batches: Sequence[_MicroBatch], adapters_of: Sequence[Sequence[nn.Parameter]]
+    engine: Engine,
+    micro_batches: Sequence[_MicroBatch],
+    adapters_of: Sequence[Sequence[nn.Parameter]],
+    signatures: Sequence[BlockSignature],
 ) -> None:
     lowest = next((block for block, adapters in enumerate(adapters_of) if adapters), len(adapters_of))
     for block in reversed(range(lowest, len(adapters_of))):  # nothing below the lowest adapter needs a gradient
         adapters = adapters_of[block]
         with engine.executor.visiting(block, Phase.BACKWARD) as visit:
+            engine.executor.check_unchanged(block, signatures[block])
             for one in micro_batches:
                 surroundings = dataclasses.replace(one.surroundings, rng=one.states.pop())
                 hidden = one.inputs.pop()

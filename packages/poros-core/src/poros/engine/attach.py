@@ -33,6 +33,7 @@ from poros.errors import StreamError, UnsupportedError
 from poros.plugins import Plugins, load_plugins
 from poros.store.store import HostStore
 from poros.store.tiers import make_store
+from poros.stream.schedule import evenly_spread
 from poros.stream.slots import make_slots
 from poros.stream.streamer import Streamer
 from poros.stream.transfer import Transfer, make_transfer
@@ -82,17 +83,24 @@ class Engine:
         layers = parts.layers
         size = config.block_size
         self.blocks = [tuple(range(start, min(start + size, len(layers)))) for start in range(0, len(layers), size)]
-        num_slots = min(config.slots, len(self.blocks))
-        largest = max(sum(packings[layer].nbytes for layer in block) for block in self.blocks)
-        slots = make_slots(num_slots, largest, parts.device)
-        self.streamer = Streamer(store, slots, transfer or make_transfer(parts.device, num_slots), self.blocks)
+        nbytes = [sum(packings[layer].nbytes for layer in block) for block in self.blocks]
+        count = len(self.blocks) if config.resident == "all" else config.resident
+        resident = sorted(evenly_spread(count, len(self.blocks)))
+        moving = [size for block, size in enumerate(nbytes) if block not in resident]
+        sizes = [max(moving)] * min(config.slots, len(moving)) if moving else []
+        slots = make_slots([*sizes, *(nbytes[block] for block in resident)], parts.device)
+        homes = dict(zip(resident, slots[len(sizes) :], strict=True))
+        transfer = transfer or make_transfer(parts.device, len(slots))
+        self.streamer = Streamer(store, slots[: len(sizes)], transfer, self.blocks, homes)
         templates = [Template(*triple) for triple in zip(layers, places, packings, strict=True)]
         by_block = [[templates[i] for i in block] for block in self.blocks]
-        self.executor = EagerExecutor(self.streamer, by_block)
+        keeping = () if config.recompute else resident
+        self.executor = EagerExecutor(self.streamer, by_block, keeping)
         if config.executor == "graphs" or (config.executor == "auto" and parts.device.type == "cuda"):
             if parts.device.type != "cuda":
                 raise UnsupportedError("CUDA graphs need a CUDA device", "set stream.executor to eager or auto")
-            self.executor = GraphExecutor(self.streamer, by_block, architecture.layer_kinds(parts.base.config), slots)
+            kinds = architecture.layer_kinds(parts.base.config)
+            self.executor = GraphExecutor(self.streamer, by_block, kinds, keeping, config.restore_once)
         self.device = parts.device
         self.draws: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._interceptor: Callable[..., Any] | None = None
@@ -265,6 +273,9 @@ def attach(
     slots: int = 2,
     tier: str = "auto",
     executor: str = "auto",
+    resident: int | str = 0,
+    recompute: bool = True,
+    restore_once: bool = True,
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
 ) -> nn.Module:
@@ -277,6 +288,9 @@ def attach(
         slots: Device buffers, each of one block.
         tier: "auto", "pinned" or "pageable" host memory.
         executor: "auto", "eager" or "graphs"; CUDA graphs on a GPU by default.
+        resident: Blocks that stay on the device for good, evenly spread, or "all".
+        recompute: Run resident blocks again for the backward pass instead of keeping their activations.
+        restore_once: Restore a block's 4-bit weights once a visit: less GPU time, one block in bf16 more GPU memory.
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
 
@@ -287,7 +301,15 @@ def attach(
         UnsupportedError: no installed family knows the model, or something in it can't stream.
         StreamError: it streams already.
     """
-    config = stream_config(block_size, slots, tier, executor)
+    config = stream_config(
+        block_size=block_size,
+        slots=slots,
+        tier=tier,
+        executor=executor,
+        resident=resident,
+        recompute=recompute,
+        restore_once=restore_once,
+    )
     base = causal_lm(model)
     if not hasattr(getattr(base, "config", None), "model_type"):
         raise UnsupportedError(f"{type(base).__name__} is not a transformers model", "pass a causal-LM or a PeftModel")
@@ -324,13 +346,12 @@ def close(model: nn.Module) -> None:
     engine_of(model).close()
 
 
-def stream_config(block_size: int, slots: int, tier: str, executor: str) -> StreamConfig:
+def stream_config(**values: int | str | bool) -> StreamConfig:
     """The settings of a stream from plain values.
 
     Raises:
         ConfigError: with every value that is out of range.
     """
-    values = {"block_size": block_size, "slots": slots, "tier": tier, "executor": executor}
     return validated(StreamConfig, values, "")
 
 

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from poros.engine.executor import Batch, EagerExecutor, Surroundings
-from poros.errors import StreamError
 from poros.stream.schedule import Phase
+
+_HIDDEN = 4
+"""Position of the hidden states among the arguments of `_BlockFunction.forward`."""
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -31,26 +33,33 @@ class _BlockFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.executor, ctx.block, ctx.batch, ctx.surroundings = executor, block, batch, surroundings
         ctx.adapters = adapters
-        ctx.signature = executor.signature(block)
         # The adapters are saved as well, only for autograd's check that nothing changed them before the backward pass.
         ctx.save_for_backward(hidden, *adapters)
         with executor.visiting(block, Phase.FORWARD) as visit:
-            return visit.forward(hidden, batch, surroundings)
+            ctx.signature = executor.signature(block)
+            ctx.kept = None
+            if block not in executor.keeping:
+                return visit.forward(hidden, batch, surroundings)
+            output, ctx.kept = visit.forward_keeping(hidden, batch, surroundings, ctx.needs_input_grad[_HIDDEN])
+            return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden = ctx.saved_tensors[0]
         ctx.batch.check_unchanged()
-        if ctx.executor.signature(ctx.block) != ctx.signature:
-            raise StreamError(
-                "train/eval mode, dropout or active adapters were changed between a forward pass and its backward pass",
-                "the block is run again for the backward pass and must be as it was; change them after it",
-            )
         with ctx.executor.visiting(ctx.block, Phase.BACKWARD) as visit:
+            ctx.executor.check_unchanged(ctx.block, ctx.signature)
             first, gradients = visit.backward(
-                hidden, ctx.batch, ctx.surroundings, ctx.adapters, gradient, needs_hidden=ctx.needs_input_grad[4]
+                hidden,
+                ctx.batch,
+                ctx.surroundings,
+                ctx.adapters,
+                gradient,
+                needs_hidden=ctx.needs_input_grad[_HIDDEN],
+                kept=ctx.kept,
             )
+        ctx.kept = None
         return None, None, None, None, first, *gradients
 
 

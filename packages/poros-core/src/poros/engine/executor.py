@@ -3,21 +3,22 @@
 Forward keeps nothing but the block's input. Backward runs the block again, with its weights in place and with gradients
 on, and differentiates it before the slot is given up. The graph of a block therefore never outlives the visit in which
 its weights were there: bitsandbytes keeps the packed weight outside autograd's saved tensors, so a graph that did would
-silently read whatever lies in the slot by then.
+silently read whatever lies in the slot by then. Only a block that stays in its slot for good may keep its graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from poros.engine.attention import allow_attention_backends, attention_backends
 from poros.engine.prologue import Call
-from poros.engine.signature import Signature, layer_signature, tensors_of
+from poros.engine.signature import LayerSignature, tensors_of
 from poros.engine.template import Template
 from poros.errors import StreamError
 from poros.stream.schedule import Phase
@@ -103,15 +104,33 @@ class Batch:
             )
 
 
+BlockSignature = tuple[LayerSignature, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a block has kept of its forward pass.
+
+    Attributes:
+        leaf: Its input, [batch, tokens, hidden].
+        output: Its output, with the autograd graph between the two.
+    """
+
+    leaf: Tensor
+    output: Tensor
+
+
 class EagerExecutor:
     """Runs blocks.
 
     Args:
         streamer: Brings a block's bytes.
         blocks: The templates of each block's layers.
+        keeping: Blocks whose activations are kept from the forward pass to the backward pass; they must be resident.
     """
 
-    def __init__(self, streamer: Streamer, blocks: Sequence[Sequence[Template]]) -> None:
+    def __init__(self, streamer: Streamer, blocks: Sequence[Sequence[Template]], keeping: Collection[int] = ()) -> None:
+        self.keeping = frozenset(keeping)
         self._streamer = streamer
         self._blocks = [tuple(block) for block in blocks]
         starts = [0]
@@ -137,15 +156,27 @@ class EagerExecutor:
         """The trainable parameters of a block."""
         return [parameter for template in self._blocks[block] for parameter in template.adapters()]
 
-    def signature(self, block: int) -> Signature:
-        """Everything about a block that a recompute must find as it was."""
-        return tuple(layer_signature(template.layer) for template in self._blocks[block])
+    def signature(self, block: int) -> BlockSignature:
+        """Everything about a block that its backward pass must find as it was."""
+        return tuple(template.watch.signature() for template in self._blocks[block])
 
     @contextmanager
     def visiting(self, block: int, phase: Phase) -> Iterator[Visit]:
         """Hold a block, its bytes arrived, for as long as it is used."""
         with self._streamer.visit(block, phase) as slot, ExitStack() as bindings:
             yield self._visit(block, slot, bindings)
+
+    def check_unchanged(self, block: int, signature: BlockSignature) -> None:
+        """Refuse a backward pass through a block that isn't as it was in the forward pass.
+
+        Raises:
+            StreamError: mode, dropout or active adapters were changed in between.
+        """
+        if self.signature(block) != signature:
+            raise StreamError(
+                "train/eval mode, dropout or active adapters were changed between a forward pass and its backward pass",
+                "the block is run again for the backward pass and must be as it was; change them after it",
+            )
 
     def _visit(self, block: int, slot: Slot, bindings: ExitStack) -> Visit:
         return Visit(self._blocks[block], self._starts[block], slot, bindings)
@@ -180,6 +211,23 @@ class Visit:
         with torch.no_grad(), surroundings.autocasting():
             return self._run(hidden, batch)
 
+    def forward_keeping(
+        self, hidden: Tensor, batch: Batch, surroundings: Surroundings, needs_hidden: bool
+    ) -> tuple[Tensor, Any]:
+        """The block's output, and what `backward` can use instead of running the block again.
+
+        Only for a resident block: the kept graph reads the block's weights where they lie now.
+
+        Args:
+            hidden, batch, surroundings: As for `forward`.
+            needs_hidden: Whether the gradient with respect to the input will be wanted.
+        """
+        self._bind()
+        leaf = hidden.detach().requires_grad_(needs_hidden)
+        with torch.enable_grad(), surroundings.autocasting():
+            output = self._run(leaf, batch)
+        return output.detach(), Kept(leaf, output)
+
     def backward(
         self,
         hidden: Tensor,
@@ -188,8 +236,9 @@ class Visit:
         adapters: Sequence[nn.Parameter],
         gradient: Tensor,
         needs_hidden: bool,
+        kept: Any = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Run the block again and differentiate it.
+        """Differentiate the block, running it again first unless its activations were kept.
 
         Args:
             hidden: The block's input, as in the forward pass.
@@ -198,15 +247,18 @@ class Visit:
             adapters: The block's trainable parameters.
             gradient: Of the loss with respect to the block's output, of the output's shape.
             needs_hidden: Whether the gradient with respect to the input is wanted.
+            kept: From `forward_keeping`, with the same `needs_hidden`.
 
         Returns:
             That gradient (or None), and the gradient of each adapter (None for one that took no part).
         """
         self._bind()
-        leaf = hidden.detach().requires_grad_(needs_hidden)
+        if not isinstance(kept, Kept):
+            leaf = hidden.detach().requires_grad_(needs_hidden)
+            with torch.enable_grad(), surroundings.restored():
+                kept = Kept(leaf, self._run(leaf, batch))
+        leaf, output = kept.leaf, kept.output
         wanted: list[Tensor] = [leaf, *adapters] if needs_hidden else list(adapters)
-        with torch.enable_grad(), surroundings.restored():
-            output = self._run(leaf, batch)
         with _hooks_silenced(adapters):
             gradients: list[Tensor | None] = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
         first = gradients.pop(0) if needs_hidden else None

@@ -7,8 +7,11 @@ its layers that aren't in place already.
 
 What is recorded is not the model's own layers but *copies* of them, one per position in a block, whose adapters are
 static buffers. A block's signature holds everything that changes the recorded kernels: layouts, classes, layer kinds,
-adapters, scaling, dropout. A forward pass with a new shape or signature is recorded before its first block runs; an
-evaluation, a call that can't be recorded, and a card without room for the graphs run eagerly, with the same numbers.
+adapters, scaling, dropout. A forward pass with a new shape is recorded before its first block runs. A visit whose
+signature has no graph (adapters were switched since), an evaluation, a call that can't be recorded, and a card without
+room for the graphs run eagerly, with the same numbers; such a signature is recorded at the next forward pass.
+
+Resident blocks that keep their activations have graphs of their own; see `poros.engine.chain`.
 
 Dropout: a replay draws from the generator's offset as eager kernels do, so a replay at a saved offset draws the same
 masks."""
@@ -19,7 +22,7 @@ import copy
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,15 +30,25 @@ import torch
 from torch import Tensor
 
 from poros.checkpoint.frozen import frozen_tensors
+from poros.engine.chain import Link, record_chain
 from poros.engine.executor import Batch, EagerExecutor, Surroundings, Visit, set_rng_state
 from poros.engine.prologue import Call
-from poros.engine.replay import GraphBatch, GraphVisit, LayerCopy, Recorded, Results, ShapeGraphs, bound, new_shape
+from poros.engine.replay import (
+    GraphBatch,
+    GraphVisit,
+    LayerCopy,
+    Pool,
+    Recorded,
+    Results,
+    ShapeGraphs,
+    bound,
+    new_shape,
+    run_copies,
+)
 from poros.engine.signature import (
     CannotRecordError,
     Signature,
     call_signature,
-    check_no_hooks,
-    layer_signature,
     switches_signature,
     tensors_of,
     value_signature,
@@ -55,7 +68,8 @@ class GraphExecutor(EagerExecutor):
         streamer: Brings a block's bytes.
         blocks: The templates of each block's layers.
         kinds: The layer kind of each layer.
-        slots: Every slot.
+        keeping: Blocks whose activations are kept.
+        restore_once: Whether every visit restores its weights once for all uses, or only one that runs several times.
         max_shapes: Batch shapes whose graphs are kept; the least recently used go first.
         fuse: Whether to restore weights with Poros's own kernel where it gives the same bits.
 
@@ -63,6 +77,7 @@ class GraphExecutor(EagerExecutor):
         num_recorded: Graphs recorded so far.
         record_seconds: Time that took.
         num_replays: Blocks run by replaying.
+        latest_pass: Number of the forward pass that has last run a block.
     """
 
     def __init__(
@@ -70,37 +85,53 @@ class GraphExecutor(EagerExecutor):
         streamer: Streamer,
         blocks: Sequence[Sequence[Template]],
         kinds: Sequence[str],
-        slots: Sequence[Slot],
+        keeping: Collection[int] = (),
+        restore_once: bool = True,
         max_shapes: int = 4,
         fuse: bool = True,
     ) -> None:
-        super().__init__(streamer, blocks)
+        super().__init__(streamer, blocks, keeping)
         self.num_recorded = 0
         self.record_seconds = 0.0
         self.num_replays = 0
+        self.latest_pass = 0
+        self._passes = 0
         self._kinds = tuple(kinds)
-        self._slots = tuple(slots)
+        self._restore_once = restore_once
         self._max_shapes = max_shapes
         self._fuse = fuse
         self._shapes: OrderedDict[Signature, ShapeGraphs] = OrderedDict()
         self._restored: dict[Signature, Tensor] = {}
+        self._tried: dict[Signature, bool] = {}
+        self._hooked: set[int] = set()
+        self._chain_pool = Pool()
         self._stream: Any = None
+        self._layouts = [
+            tuple((id(template.packing), self._kinds[start + position]) for position, template in enumerate(block))
+            for start, block in zip(self._starts, self._blocks, strict=False)
+        ]
+
+    def key(self, block: int, slot: Slot) -> Signature:
+        """What a block's graphs in a slot are filed under, as the block is now."""
+        return (self._layouts[block], self.signature(block), slot.index)
 
     # -- before a forward pass ----------------------------------------------------------------------------------------
 
     def prepare(self, hidden: Tensor, calls: Sequence[Call], training: bool, repeated: bool = False) -> Batch:
+        plain = Batch.of(calls, training)
         if not training:
-            return Batch.of(calls, training)
+            return plain
         try:
             graphs = self._graphs_for(hidden, calls, repeated)
-            signatures = self._signatures()
         except CannotRecordError as error:
             log.warning("running eagerly: %s", error)
-            return Batch.of(calls, training)
-        if not self._record_missing(graphs, signatures):
-            return Batch.of(calls, training)
-        plain = Batch.of(calls, training)
-        return GraphBatch(calls=plain.calls, versions=plain.versions, graphs=graphs, signatures=signatures)
+            return plain
+        if graphs.stale:
+            self._record_missing(graphs)
+        if graphs.full:
+            return plain
+        self._passes += 1
+        return GraphBatch(calls=plain.calls, versions=plain.versions, graphs=graphs, number=self._passes)
 
     def _graphs_for(self, hidden: Tensor, calls: Sequence[Call], repeated: bool) -> ShapeGraphs:
         """The graphs of a batch shape; empty ones for a new shape."""
@@ -110,6 +141,8 @@ class GraphExecutor(EagerExecutor):
             if by_kind.setdefault(kind, (call, signature))[1] != signature:
                 raise CannotRecordError(f"layers of kind {kind!r} are called in different ways")
         for start, block in zip(self._starts, self._blocks, strict=False):
+            if len(block) == 1:
+                continue
             seen: dict[str, list[Tensor]] = {}
             for index in range(start, start + len(block)):
                 tensors = tensors_of(calls[index])
@@ -117,87 +150,97 @@ class GraphExecutor(EagerExecutor):
                 if any(one is not other for one, other in zip(first, tensors, strict=True)):
                     # Both would be copied into the same static arguments before one replay.
                     raise CannotRecordError("layers of one kind in a block are given different tensors")
+        chained = bool(self.keeping) and not repeated
+        restore_once = repeated or self._restore_once
         key = (
-            repeated,
+            chained,
+            restore_once,
             value_signature(hidden),
             switches_signature(hidden.device),
             tuple((kind, signature) for kind, (_, signature) in by_kind.items()),
         )
         if key not in self._shapes:
-            self._shapes[key] = new_shape(hidden, {kind: call for kind, (call, _) in by_kind.items()}, repeated)
+            arguments = {kind: call for kind, (call, _) in by_kind.items()}
+            self._shapes[key] = new_shape(hidden, arguments, restore_once, chained)
             while len(self._shapes) > self._max_shapes:
                 self._shapes.popitem(last=False)
         self._shapes.move_to_end(key)
         return self._shapes[key]
 
-    def _signatures(self) -> tuple[Signature, ...]:
-        """The signature of each block, now: adapters may have been switched or retyped since the last step."""
-        found = []
-        index = 0
-        for block in self._blocks:
-            layers = []
-            for template in block:
-                check_no_hooks(template.layer)
-                layers.append((id(template.packing), self._kinds[index], layer_signature(template.layer)))
-                index += 1
-            found.append(tuple(layers))
-        return tuple(found)
-
-    def _record_missing(self, graphs: ShapeGraphs, signatures: Sequence[Signature]) -> bool:
-        """Record what isn't there yet; False if the card has no room for it."""
-        examples: dict[Signature, int] = {}
-        for block, signature in enumerate(signatures):
-            examples.setdefault(signature, block)
-        wanted = [
-            (signature, block, slot)
-            for signature, block in examples.items()
-            for slot in self._slots
-            if (signature, slot.index) not in graphs.recorded
-        ]
-        if not wanted or graphs.full:
-            return not graphs.full
+    def _record_missing(self, graphs: ShapeGraphs) -> None:
+        """Record what isn't there yet; `graphs` is full afterwards if the card has no room for it."""
+        if graphs.full:
+            return
+        wanted: dict[Signature, tuple[int, Slot]] = {}
+        chain: dict[int, Slot] = {}
+        for block in range(len(self)):
+            hook = next((signature.hook for signature in self.signature(block) if signature.hook), None)
+            if hook is not None:
+                if block not in self._hooked:
+                    log.warning("block %d runs eagerly: a hook is registered on %s of a layer", block, hook)
+                    self._hooked.add(block)
+                continue
+            home = self._streamer.homes.get(block)
+            if graphs.chained and block in self.keeping:
+                assert home is not None
+                chain[block] = home
+                continue
+            for slot in self._streamer.slots if home is None else (home,):
+                key = self.key(block, slot)
+                if key not in graphs.recorded:
+                    wanted.setdefault(key, (block, slot))
+        chain_is_old = any(not self.link_is_current(graphs, block) for block in chain)
+        graphs.stale = False
+        if not wanted and not chain_is_old:
+            return
         began = time.perf_counter()
         device = graphs.hidden.device
         surroundings = Surroundings.now(device)
         try:
-            for signature, block, slot in wanted:
-                copies = self._copies(graphs, signature, block, surroundings)
-                graphs.recorded[signature, slot.index] = self._record_block(graphs, copies, slot, surroundings)
+            for key, (block, slot) in wanted.items():
+                copies = self._copies(graphs, block, surroundings)
+                graphs.recorded[key] = self._record_block(graphs, copies, slot, surroundings)
+            if chain_is_old:
+                self._record_chain(graphs, chain, surroundings)
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
             graphs.full = True
-            for signature, _, slot in wanted:  # the others may belong to a batch that is still on its way back
-                graphs.recorded.pop((signature, slot.index), None)
+            for key in wanted:  # the others may belong to a batch that is still on its way back
+                graphs.recorded.pop(key, None)
+            graphs.chain.clear()
             self._restored.clear()
             log.warning(
                 "no room to record graphs for %s; such batches run eagerly, which is slower and gives the same numbers",
                 " x ".join(map(str, graphs.hidden.shape)),
             )
-            return False
+            return
         finally:
             set_rng_state(surroundings.rng, device)
             self.record_seconds += time.perf_counter() - began
-        log.info("recorded %d graphs for %s", 2 * len(wanted), tuple(graphs.hidden.shape))
-        return True
+        log.info("recorded %d graphs for %s", 2 * (len(wanted) + len(chain)), tuple(graphs.hidden.shape))
 
-    def _copies(
-        self, graphs: ShapeGraphs, signature: Signature, block: int, surroundings: Surroundings
-    ) -> list[LayerCopy]:
+    def _copies(self, graphs: ShapeGraphs, block: int, surroundings: Surroundings) -> list[LayerCopy]:
         """Copies of a block's layers, made when they are first wanted."""
         found, fresh = [], []
-        for position, (template, of_layer) in enumerate(zip(self._blocks[block], signature, strict=True)):
-            made = graphs.copies.get((position, of_layer))
+        layers = zip(self._blocks[block], self._layouts[block], self.signature(block), strict=True)
+        for position, (template, layout, signature) in enumerate(layers):
+            made = graphs.copies.get((position, layout, signature))
             if made is None:
-                layer = copy.deepcopy(template.layer)
-                adapters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-                made = LayerCopy(Template(layer, frozen_tensors(layer), template.packing), adapters, of_layer[1])
-                graphs.copies[position, of_layer] = made
+                made = self._copy(template, layout[1])
+                graphs.copies[position, layout, signature] = made
                 fresh.append(made)
             found.append(made)
-        if fresh and self._fuse and graphs.hidden.is_cuda:
+        if fresh:
             self._fuse_linears(graphs, found, fresh, block, surroundings)
+            if graphs.restore_once:
+                self._share_restored(found, fresh)
         return found
+
+    def _copy(self, template: Template, kind: str) -> LayerCopy:
+        layer = copy.deepcopy(template.layer)
+        adapters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        return LayerCopy(Template(layer, frozen_tensors(layer), template.packing), adapters, kind)
 
     def _fuse_linears(
         self,
@@ -208,28 +251,31 @@ class GraphExecutor(EagerExecutor):
         surroundings: Surroundings,
     ) -> None:
         """Use fused linear layers in the copies where, with this block's weights, they give the same bits."""
+        if not self._fuse or not graphs.hidden.is_cuda:
+            return
         from poros.engine.kernels.linear import FusedLinear4bit, can_fuse, matches
 
         rows = graphs.hidden.numel() // graphs.hidden.shape[-1]
-        tried: dict[Signature, bool] = {}
         with self._streamer.visit(block, Phase.FORWARD) as slot, bound(copies, slot), surroundings.autocasting():
             for made in fresh:
                 for layer in made.template.layer.modules():
                     if not can_fuse(layer):
                         continue
-                    key = (layer.out_features, layer.in_features, layer.bias is not None)
-                    if key not in tried:
-                        tried[key] = matches(layer, rows, graphs.hidden.dtype)
-                        if not tried[key]:
-                            log.warning("the fused kernel differs from bitsandbytes at %s; not used there", key)
-                    if tried[key]:
+                    key = (layer.out_features, layer.in_features, layer.bias is not None, rows, graphs.hidden.dtype)
+                    if key not in self._tried:
+                        self._tried[key] = matches(layer, rows, graphs.hidden.dtype)
+                        if not self._tried[key]:
+                            log.warning("the fused kernel differs from bitsandbytes at %s; not used there", key[:2])
+                    if self._tried[key]:
                         layer.__class__ = FusedLinear4bit
-            if graphs.repeated:
-                self._share_restored(copies, fresh)
 
     def _share_restored(self, copies: Sequence[LayerCopy], fresh: Sequence[LayerCopy]) -> None:
         """Give fused layers a buffer for their restored weight. Copies at one position of a block, of any batch shape,
         share their buffers: no two of them run at a time."""
+        if not any(
+            getattr(layer, "restored", ...) is None for made in fresh for layer in made.template.layer.modules()
+        ):
+            return  # none is fused; without a GPU the module with the kernel can't even be imported
         from poros.engine.kernels.linear import FusedLinear4bit
 
         for position, made in enumerate(copies):
@@ -250,20 +296,15 @@ class GraphExecutor(EagerExecutor):
     ) -> Recorded:
         adapters = [parameter for made in copies for parameter in made.adapters]
 
-        def run(hidden: Tensor) -> Tensor:
-            for made in copies:
-                hidden = made.template.run(hidden, graphs.calls[made.kind])
-            return hidden
-
         def forward() -> Results:
             with bound(copies, slot), torch.no_grad(), surroundings.autocasting():
-                return [run(graphs.hidden)]
+                return [run_copies(copies, graphs.hidden, graphs)]
 
         def backward() -> Results:
             leaf = graphs.hidden.detach().requires_grad_()
             with bound(copies, slot):
                 with torch.enable_grad(), surroundings.autocasting():
-                    output = run(leaf)
+                    output = run_copies(copies, leaf, graphs)
                 # Recording happens inside the caller's autocast, a backward pass outside it: products that the forward
                 # pass did in float32 would be differentiated in bf16.
                 with torch.autocast(graphs.hidden.device.type, enabled=False):
@@ -281,17 +322,39 @@ class GraphExecutor(EagerExecutor):
             for layer in made.template.layer.modules()
             if getattr(layer, "restored", None) is not None
         ]
-        replay_restore = self._record(restore, graphs)[0] if restorable else None
-        replay_forward, (output,) = self._record(forward, graphs)
-        replay_backward, gradients = self._record(backward, graphs)
+        for run in (restore, forward, backward):
+            self._warm_up(run)
+        replay_restore = self._record(restore, graphs.pool)[0] if restorable else None
+        replay_forward, (output,) = self._record(forward, graphs.pool)
+        replay_backward, gradients = self._record(backward, graphs.pool)
         assert output is not None
-        self.num_recorded += 2
         loose = [parameter for made in copies for parameter in made.template.loose()]
         return Recorded(loose, replay_forward, output, replay_backward, gradients, replay_restore)
 
-    def _record(self, run: Callable[[], Results], graphs: ShapeGraphs) -> tuple[Callable[[], None], Results]:
-        """Record a function's kernels; returns what replays them, and the tensors in which the results will lie."""
-        device = graphs.hidden.device
+    def _record_chain(self, graphs: ShapeGraphs, homes: dict[int, Slot], surroundings: Surroundings) -> None:
+        """Record the blocks that keep their activations."""
+        graphs.chain.clear()
+        links = []
+        for block, home in homes.items():
+            copies = [
+                self._copy(template, kind)
+                for template, (_, kind) in zip(self._blocks[block], self._layouts[block], strict=True)
+            ]
+            live = [parameter for template in self._blocks[block] for parameter in template.loose()]
+            static = [parameter for made in copies for parameter in made.template.loose()]
+            self._fuse_linears(graphs, copies, copies, block, surroundings)
+            links.append(Link(block, home, self.signature(block), copies, live, static))
+        record_chain(links, graphs, surroundings, self._warm_up, self._record, self._chain_pool)
+        graphs.chain.update((link.block, link) for link in links)
+
+    def link_is_current(self, graphs: ShapeGraphs, block: int) -> bool:
+        """Whether the recorded graphs of a block that keeps its activations are of the block as it is now."""
+        link = graphs.chain.get(block)
+        return link is not None and link.signature == self.signature(block) and link.is_in_place()
+
+    def _warm_up(self, run: Callable[[], Results]) -> None:
+        """Run a function once before it is recorded: kernels are compiled and tuned at their first launch."""
+        device = self._streamer.device
         if self._stream is None:
             # One stream for every warm-up and recording: each new one costs a cuBLAS workspace.
             self._stream = torch.cuda.Stream(device)
@@ -300,19 +363,25 @@ class GraphExecutor(EagerExecutor):
         with torch.cuda.stream(self._stream):
             run()
         current.wait_stream(self._stream)
+
+    def _record(self, run: Callable[[], Results], pool: Pool) -> tuple[Callable[[], None], Results]:
+        """Record a function's kernels; returns what replays them, and the tensors in which the results will lie."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=graphs.pool, stream=self._stream):
+        # Other threads (a DataLoader that pins memory) may go on using CUDA while this one records.
+        with torch.cuda.graph(graph, pool=pool.handle, stream=self._stream, capture_error_mode="thread_local"):
             results = run()
-        graphs.pool = graph.pool()
+        pool.handle = graph.pool()
+        self.num_recorded += 1
         return graph.replay, results
 
     # -- replaying ----------------------------------------------------------------------------------------------------
 
     def _visit(self, block: int, slot: Slot, bindings: ExitStack) -> Visit:
-        return GraphVisit(self._blocks[block], self._starts[block], slot, bindings, block, self._kinds, self._count)
+        return GraphVisit(self._blocks[block], self._starts[block], slot, bindings, block, self)
 
-    def _count(self) -> None:
-        self.num_replays += 1
+    def layer_kind(self, layer: int) -> str:
+        """The kind of a layer of the model."""
+        return self._kinds[layer]
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -41,6 +41,9 @@ def load(
     slots: int = 2,
     tier: str = "auto",
     executor: str = "auto",
+    resident: int | str = 0,
+    recompute: bool = True,
+    restore_once: bool = True,
     device: torch.device | str | None = None,
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
@@ -62,6 +65,9 @@ def load(
         slots: Device buffers, each of one block.
         tier: "auto", "pinned" or "pageable" host memory.
         executor: "auto", "eager" or "graphs"; CUDA graphs on a GPU by default.
+        resident: Blocks that stay on the device for good, evenly spread, or "all".
+        recompute: Run resident blocks again for the backward pass instead of keeping their activations.
+        restore_once: Restore a block's 4-bit weights once a visit: less GPU time, one block in bf16 more GPU memory.
         device: Where to compute; the current CUDA device where there is one.
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
@@ -77,7 +83,15 @@ def load(
         UnsupportedError: the family, the kind of checkpoint or the adapters can't be run.
         StreamError: the host memory can't be had.
     """
-    config = stream_config(block_size, slots, tier, executor)
+    config = stream_config(
+        block_size=block_size,
+        slots=slots,
+        tier=tier,
+        executor=executor,
+        resident=resident,
+        recompute=recompute,
+        restore_once=restore_once,
+    )
     where = torch.device(device) if device is not None else default_device()
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"Poros doesn't compute on {where.type!r} devices", "use cuda or cpu")

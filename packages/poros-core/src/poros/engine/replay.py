@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from poros.engine.executor import Batch, Surroundings, Visit
 from poros.engine.prologue import Call
-from poros.engine.signature import Signature, map_tensors, tensors_of
+from poros.engine.signature import LayerSignature, Signature, map_tensors, tensors_of
 from poros.engine.template import Template
 from poros.stream.slots import Slot
+
+if TYPE_CHECKING:
+    from poros.engine.chain import Link
+    from poros.engine.graphs import GraphExecutor
 
 Results = list[Tensor | None]
 
@@ -55,6 +59,17 @@ class Recorded:
 
 
 @dataclass
+class Pool:
+    """Memory that graphs share which never run at the same time.
+
+    Attributes:
+        handle: torch's handle, once the first graph was recorded.
+    """
+
+    handle: Any = None
+
+
+@dataclass
 class ShapeGraphs:
     """Everything recorded for one batch shape.
 
@@ -62,10 +77,13 @@ class ShapeGraphs:
         hidden, gradient: Static input and output gradient of a block, [batch, tokens, hidden].
         calls: Static arguments of each layer kind.
         loaded: For each layer kind, the tensors (and their versions) whose values its static arguments hold now.
-        copies: (position in the block, layer signature) -> the copy.
-        recorded: (block signature, slot) -> graphs.
-        pool: Memory that all graphs of this shape share; they never run at the same time.
-        repeated: Whether a visit runs a block several times, and its weights are restored once for all of them.
+        restore_once: Whether a visit restores its weights once for all their uses.
+        chained: Whether the blocks that keep their activations do so here.
+        copies: (position in the block, layout, layer signature) -> the copy.
+        recorded: Key of a block in a slot -> graphs.
+        chain: Block -> its graphs, for blocks that keep their activations.
+        pool: For the graphs in `recorded`.
+        stale: Whether something was missing when it was last looked for.
         full: The card had no room; this shape runs eagerly.
     """
 
@@ -73,10 +91,13 @@ class ShapeGraphs:
     gradient: Tensor
     calls: dict[str, Call]
     loaded: dict[str, list[tuple[Tensor, int] | None]]
-    copies: dict[tuple[int, Signature], LayerCopy] = field(default_factory=dict)
-    recorded: dict[tuple[Signature, int], Recorded] = field(default_factory=dict)
-    pool: Any = None
-    repeated: bool = False
+    restore_once: bool
+    chained: bool
+    copies: dict[tuple[int, Signature, LayerSignature], LayerCopy] = field(default_factory=dict)
+    recorded: dict[Signature, Recorded] = field(default_factory=dict)
+    chain: dict[int, Link] = field(default_factory=dict)
+    pool: Pool = field(default_factory=Pool)
+    stale: bool = True
     full: bool = False
 
 
@@ -86,11 +107,22 @@ class GraphBatch(Batch):
 
     Attributes:
         graphs: Of its shape.
-        signatures: Of each block.
+        number: Of the pass.
     """
 
     graphs: ShapeGraphs
-    signatures: tuple[Signature, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class KeptInGraph:
+    """A forward pass whose activations lie in the memory of the chain's graphs, until the next pass.
+
+    Attributes:
+        number: Of the pass.
+    """
+
+    number: int
 
 
 class GraphVisit(Visit):
@@ -99,8 +131,7 @@ class GraphVisit(Visit):
     Args:
         templates, start, slot, bindings: As for any visit.
         block: Which block.
-        kinds: The layer kind of each layer of the model.
-        count: Called at each replay.
+        executor: Whose graphs.
     """
 
     def __init__(
@@ -110,22 +141,40 @@ class GraphVisit(Visit):
         slot: Slot,
         bindings: ExitStack,
         block: int,
-        kinds: Sequence[str],
-        count: Callable[[], None],
+        executor: GraphExecutor,
     ) -> None:
         super().__init__(templates, start, slot, bindings)
         self._block = block
-        self._kinds = kinds
-        self._count = count
+        self._executor = executor
+        self._key: Signature | None = None
         self._ready: Recorded | None = None
 
     def forward(self, hidden: Tensor, batch: Batch, surroundings: Surroundings) -> Tensor:
-        if not isinstance(batch, GraphBatch):
+        recorded = self._recorded(batch)
+        if recorded is None or not isinstance(batch, GraphBatch):
             return super().forward(hidden, batch, surroundings)
         with torch.no_grad():
-            recorded = self._place(hidden, batch)
+            self._executor.latest_pass = batch.number
+            self._place(hidden, batch)
+            self._prepare(recorded)
             recorded.forward()
             return recorded.output.clone()
+
+    def forward_keeping(
+        self, hidden: Tensor, batch: Batch, surroundings: Surroundings, needs_hidden: bool
+    ) -> tuple[Tensor, Any]:
+        if not isinstance(batch, GraphBatch):
+            return super().forward_keeping(hidden, batch, surroundings, needs_hidden)
+        if not self._executor.link_is_current(batch.graphs, self._block):
+            batch.graphs.stale = True
+            return super().forward_keeping(hidden, batch, surroundings, needs_hidden)
+        link = batch.graphs.chain[self._block]
+        with torch.no_grad():
+            self._executor.latest_pass = batch.number
+            self._place(hidden, batch)
+            link.forward()
+            assert link.output is not None
+            return link.output.clone(), KeptInGraph(batch.number)
 
     def backward(
         self,
@@ -135,38 +184,56 @@ class GraphVisit(Visit):
         adapters: Sequence[nn.Parameter],
         gradient: Tensor,
         needs_hidden: bool,
+        kept: Any = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        if not isinstance(batch, GraphBatch) or torch.is_autocast_enabled(hidden.device.type):
-            # A backward pass under autocast is not what was recorded.
-            return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden)
+        autocast = torch.is_autocast_enabled(hidden.device.type)  # such a backward pass is not what was recorded
+        if isinstance(kept, KeptInGraph) and isinstance(batch, GraphBatch):
+            if autocast or self._executor.latest_pass != kept.number:
+                return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden)
+            with torch.no_grad():
+                link = batch.graphs.chain[self._block]
+                batch.graphs.gradient.copy_(gradient)
+                link.backward()
+                return _taken(link.gradients, needs_hidden)
+        recorded = self._recorded(batch)
+        if kept is not None or autocast or recorded is None or not isinstance(batch, GraphBatch):
+            return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden, kept)
         with torch.no_grad(), surroundings.restored():
-            recorded = self._place(hidden, batch)
+            self._place(hidden, batch)
+            self._prepare(recorded)
             batch.graphs.gradient.copy_(gradient)
             recorded.backward()
-            first, *static = recorded.gradients
-            gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in static]
-            torch._foreach_copy_(
-                [tensor for tensor in gradients if tensor is not None],
-                [tensor for tensor in static if tensor is not None],
-            )
-            return (first.clone() if needs_hidden and first is not None else None), gradients
+            return _taken(recorded.gradients, needs_hidden)
 
-    def _place(self, hidden: Tensor, batch: GraphBatch) -> Recorded:
-        """Copy what differs between blocks into the static buffers; the graphs to replay."""
-        self._count()
+    def _recorded(self, batch: Batch) -> Recorded | None:
+        """The graphs to replay; None if there are none for the block as it is."""
+        if not isinstance(batch, GraphBatch):
+            return None
+        if self._key is None:
+            self._key = self._executor.key(self._block, self._slot)
+        found = batch.graphs.recorded.get(self._key)
+        if found is None:
+            batch.graphs.stale = True
+        return found
+
+    def _prepare(self, recorded: Recorded) -> None:
+        """Put adapters and weights in place. Once a visit: neither changes while a block is in its slot."""
+        if recorded is self._ready:
+            return
+        self._ready = recorded
+        live: list[Tensor] = [parameter for template in self._templates for parameter in template.loose()]
+        if live:
+            torch._foreach_copy_(list[Tensor](recorded.loose), live)
+        if recorded.restore is not None:
+            recorded.restore()
+
+    def _place(self, hidden: Tensor, batch: GraphBatch) -> None:
+        """Copy input and arguments into the static buffers, those that aren't there already."""
+        self._executor.num_replays += 1
         graphs = batch.graphs
-        recorded = graphs.recorded[batch.signatures[self._block], self._slot.index]
         graphs.hidden.copy_(hidden)
-        if recorded is not self._ready:
-            # Once a visit: neither adapters nor weights change while a block is in its slot.
-            self._ready = recorded
-            live: list[Tensor] = [parameter for template in self._templates for parameter in template.loose()]
-            if live:
-                torch._foreach_copy_(list[Tensor](recorded.loose), live)
-            if recorded.restore is not None:
-                recorded.restore()
         for index in range(self._start, self._start + len(self._templates)):
-            kind = self._kinds[index]
+            kind = self._executor.layer_kind(index)
             loaded = graphs.loaded[kind]
             static: list[Tensor] | None = None
             for number, tensor in enumerate(tensors_of(batch.calls[index])):
@@ -175,10 +242,22 @@ class GraphVisit(Visit):
                     static = tensors_of(graphs.calls[kind]) if static is None else static
                     static[number].copy_(tensor)
                     loaded[number] = (tensor, tensor._version)
-        return recorded
 
 
-def new_shape(hidden: Tensor, calls: dict[str, Call], repeated: bool) -> ShapeGraphs:
+def _taken(static: Results, needs_hidden: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradients a replay has left, copied out before the next one."""
+    first, *of_adapters = static
+    gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in of_adapters]
+    torch._foreach_copy_(
+        [tensor for tensor in gradients if tensor is not None],
+        [tensor for tensor in of_adapters if tensor is not None],
+    )
+    return (first.clone() if needs_hidden and first is not None else None), gradients
+
+
+def new_shape(hidden: Tensor, calls: dict[str, Call], restore_once: bool, chained: bool) -> ShapeGraphs:
+    """An empty entry for batches like this one."""
+
     def own(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor).copy_(tensor)
 
@@ -188,8 +267,16 @@ def new_shape(hidden: Tensor, calls: dict[str, Call], repeated: bool) -> ShapeGr
         gradient=torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False),
         calls=static,
         loaded={kind: [None] * len(tensors_of(call)) for kind, call in static.items()},
-        repeated=repeated,
+        restore_once=restore_once,
+        chained=chained,
     )
+
+
+def run_copies(copies: Sequence[LayerCopy], hidden: Tensor, graphs: ShapeGraphs) -> Tensor:
+    """A block's output, [batch, tokens, hidden], from its copies and the static arguments."""
+    for made in copies:
+        hidden = made.template.run(hidden, graphs.calls[made.kind])
+    return hidden
 
 
 @contextmanager

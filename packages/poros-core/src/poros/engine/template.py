@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from poros.checkpoint.frozen import FrozenTensor
 from poros.checkpoint.packing import Packing
 from poros.engine.prologue import Call
+from poros.engine.signature import LayerWatch
 from poros.errors import StreamError
 from poros.stream.slots import Slot
 
@@ -32,6 +33,7 @@ class Template:
     def __init__(self, layer: nn.Module, places: Sequence[FrozenTensor], packing: Packing) -> None:
         self.layer = layer
         self.packing = packing
+        self.watch = LayerWatch(layer)
         self._places = tuple(places)
         self._placeholders = tuple(place.get() for place in places)
         self._parameters = [
@@ -39,6 +41,7 @@ class Template:
             for place in places
             if not place.part and place.owner._parameters.get(place.attribute) is not None
         ]
+        self._base = {id(parameter) for _, parameter in self._parameters}
         # Slots never move, so the views of a layer that begins at a given byte of a given slot can be made once.
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
@@ -75,9 +78,8 @@ class Template:
 
     def loose(self) -> list[nn.Parameter]:
         """Every parameter that is not a frozen tensor of the base: adapters, whether they are trained or not."""
-        base = {id(parameter) for _, parameter in self._parameters}
-        return [parameter for parameter in self.layer.parameters() if id(parameter) not in base]
+        return [parameter for parameter in self.watch.parameters() if id(parameter) not in self._base]
 
     def adapters(self) -> list[nn.Parameter]:
         """The layer's trainable parameters."""
-        return [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self.watch.parameters() if parameter.requires_grad]

@@ -67,10 +67,7 @@ class CheckpointSource:
             self._directory,
             lora=lora,
             seed=seed,
-            block_size=stream.block_size,
-            slots=stream.slots,
-            tier=stream.tier,
-            executor=stream.executor,
+            **stream.model_dump(),
             device=device,
             plugins=plugins,
         )
@@ -121,14 +118,7 @@ class ShapeSource:
         return self._model
 
     def streamed(self) -> Any:
-        return attach(
-            self._model,
-            block_size=self._stream.block_size,
-            slots=self._stream.slots,
-            tier=self._stream.tier,
-            executor=self._stream.executor,
-            plugins=self._plugins,
-        )
+        return attach(self._model, **self._stream.model_dump(), plugins=self._plugins)
 
 
 def find_source(

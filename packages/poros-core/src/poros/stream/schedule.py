@@ -48,29 +48,31 @@ class Schedule:
 
     Attributes:
         visits: One period. Each (block, phase) occurs at most once in it.
-        num_slots: How many blocks fit on the device at a time.
+        num_slots: How many of the other blocks fit on the device at a time.
+        resident: Blocks that are on the device anyway.
     """
 
     visits: tuple[Visit, ...]
     num_slots: int
+    resident: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.num_slots < 1:
-            raise ValueError(f"a schedule needs at least one slot, not {self.num_slots}")
         if not self.visits:
             raise ValueError("a schedule needs at least one visit")
+        if self.num_slots < 1 and not self.resident.issuperset(visit.block for visit in self.visits):
+            raise ValueError(f"a schedule needs at least one slot, not {self.num_slots}")
 
     @classmethod
-    def training(cls, num_blocks: int, num_slots: int) -> Schedule:
+    def training(cls, num_blocks: int, num_slots: int, resident: frozenset[int] = frozenset()) -> Schedule:
         """Forward through all blocks and backward through them in reverse."""
         forward = tuple(Visit(block, Phase.FORWARD) for block in range(num_blocks))
         backward = tuple(Visit(block, Phase.BACKWARD) for block in reversed(range(num_blocks)))
-        return cls(forward + backward, num_slots)
+        return cls(forward + backward, num_slots, resident)
 
     @classmethod
-    def inference(cls, num_blocks: int, num_slots: int) -> Schedule:
+    def inference(cls, num_blocks: int, num_slots: int, resident: frozenset[int] = frozenset()) -> Schedule:
         """Forward through all blocks, again and again."""
-        return cls(tuple(Visit(block, Phase.FORWARD) for block in range(num_blocks)), num_slots)
+        return cls(tuple(Visit(block, Phase.FORWARD) for block in range(num_blocks)), num_slots, resident)
 
     @cached_property
     def _position(self) -> dict[Visit, int]:
@@ -100,7 +102,7 @@ class Schedule:
             locked: Slots whose block is being used.
         """
         position %= len(self.visits)
-        present = {block for block in contents if block is not None}
+        present = self.resident.union(block for block in contents if block is not None)
         missing = next(
             (
                 (visit.block, ahead)
@@ -134,7 +136,8 @@ class Schedule:
             started: list[Copy] = []
             for position, visit in enumerate(self.visits):
                 self._start(position, slots, (), started)
-                self._start(position + 1, slots, (slots.index(visit.block),), started)
+                locked = () if visit.block in self.resident else (slots.index(visit.block),)
+                self._start(position + 1, slots, locked, started)
             played.append(started)
         return played
 
@@ -146,3 +149,15 @@ class Schedule:
     def copies_per_period(self) -> int:
         """Copies of one period in the steady state."""
         return len(self.copies(periods=3)[-1])
+
+
+def evenly_spread(count: int, num_blocks: int) -> frozenset[int]:
+    """Which blocks to keep on the device, if it is to be `count` of them.
+
+    Evenly, so that between any two of them the same number of copies has the same time to hide in.
+
+        >>> sorted(evenly_spread(2, 8))
+        [2, 6]
+    """
+    count = min(count, num_blocks)
+    return frozenset((2 * index + 1) * num_blocks // (2 * count) for index in range(count))

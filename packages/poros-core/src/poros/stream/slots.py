@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +15,13 @@ class Slot:
 
     Attributes:
         index: Its place among the slots.
-        buffer: uint8, one dimension, as long as the largest block.
+        buffer: uint8, one dimension, as long as the largest block that comes to lie in it.
     """
 
     index: int
     buffer: Tensor
 
 
-def make_slots(num_slots: int, nbytes: int, device: torch.device) -> tuple[Slot, ...]:
-    """Allocate slots of `nbytes` bytes each. They are allocated once and live as long as the model streams."""
-    return tuple(Slot(index, torch.zeros(nbytes, dtype=torch.uint8, device=device)) for index in range(num_slots))
+def make_slots(sizes: Sequence[int], device: torch.device) -> tuple[Slot, ...]:
+    """Allocate slots of these numbers of bytes. They are allocated once and live as long as the model streams."""
+    return tuple(Slot(index, torch.zeros(size, dtype=torch.uint8, device=device)) for index, size in enumerate(sizes))

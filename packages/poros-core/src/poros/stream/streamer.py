@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from poros.errors import StreamError
 from poros.store.store import HostStore
@@ -23,12 +25,27 @@ class StreamCounts:
         copied_bytes: Bytes copied.
         late: Copies that were started only when the block was already needed.
         visits: Blocks visited.
+        copy_seconds: Time for which the link was busy with them; None where nothing takes that time.
+        stall_seconds: Time for which the computation waited for copies; None likewise.
     """
 
     copies: int = 0
     copied_bytes: int = 0
     late: int = 0
     visits: int = 0
+    copy_seconds: float | None = None
+    stall_seconds: float | None = None
+
+    def since(self, before: StreamCounts) -> StreamCounts:
+        """What has come since an earlier `Streamer.measured()`."""
+        return StreamCounts(
+            self.copies - before.copies,
+            self.copied_bytes - before.copied_bytes,
+            self.late - before.late,
+            self.visits - before.visits,
+            None if self.copy_seconds is None else self.copy_seconds - (before.copy_seconds or 0.0),
+            None if self.stall_seconds is None else self.stall_seconds - (before.stall_seconds or 0.0),
+        )
 
 
 class Streamer:
@@ -36,9 +53,10 @@ class Streamer:
 
     Args:
         store: Where the blocks come from.
-        slots: Where they go; as many as the schedules say.
+        slots: Where they go.
         transfer: How they travel.
         blocks: The layers of each block.
+        homes: Block -> the slot in which it stays for good, for blocks that are to be resident.
 
     The order of visits is a forecast, not a rule: a visit that was not the forecast one (an evaluation in the middle of
     training, a forward pass that is never followed by a backward pass) moves the forecast to it, and costs at most a
@@ -46,23 +64,35 @@ class Streamer:
     """
 
     def __init__(
-        self, store: HostStore, slots: Sequence[Slot], transfer: Transfer, blocks: Sequence[Sequence[int]]
+        self,
+        store: HostStore,
+        slots: Sequence[Slot],
+        transfer: Transfer,
+        blocks: Sequence[Sequence[int]],
+        homes: Mapping[int, Slot] | None = None,
     ) -> None:
         self.counts = StreamCounts()
-        self.training = Schedule.training(len(blocks), len(slots))
-        self.inference = Schedule.inference(len(blocks), len(slots))
+        self.slots = tuple(slots)
+        self.homes = dict(homes or {})
+        self.training = Schedule.training(len(blocks), len(slots), frozenset(self.homes))
+        self.inference = Schedule.inference(len(blocks), len(slots), frozenset(self.homes))
         self._store = store
-        self._slots = slots
         self._transfer = transfer
         self._blocks = [tuple(block) for block in blocks]
         self._schedule = self.training
         self._contents: list[int | None] = [None] * len(slots)
         self._arrivals: list[Arrival | None] = [None] * len(slots)
         self._locked: set[int] = set()
+        self._at_home: dict[int, Arrival] = {}
         self._position = 0
         self._closed = False
         # No copy may still be under way when slots or store are freed.
         weakref.finalize(self, transfer.close)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        return next(iter((*self.slots, *self.homes.values()))).buffer.device
 
     def expect(self, schedule: Schedule) -> None:
         """Say which order of visits to expect from now on."""
@@ -80,10 +110,13 @@ class Streamer:
         if phase is Phase.BACKWARD:
             self._schedule = self.training  # an evaluation may have come between
         self._position = self._schedule.position(Visit(block, phase))
+        if block in self.homes:
+            yield self._home(block)
+            return
         self._fill()
         if block not in self._contents:
             raise StreamError(
-                f"no slot is free for block {block}: {len(self._locked)} of {len(self._slots)} are in use",
+                f"no slot is free for block {block}: {len(self._locked)} of {len(self.slots)} are in use",
                 "blocks must be visited one at a time; is the model called from within one of its own layers?",
             )
         index = self._contents.index(block)
@@ -95,7 +128,7 @@ class Streamer:
             if arrival is not None:
                 arrival.wait()  # at every visit: another stream may be the current one by now
             self.counts.visits += 1
-            yield self._slots[index]
+            yield self.slots[index]
         finally:
             self._transfer.leave(index)
             self._locked.discard(index)
@@ -111,25 +144,49 @@ class Streamer:
         """Treat every slot as empty, for when the store has changed."""
         if self._locked:
             raise StreamError("the store can't change while a block is in use")
-        self._contents = [None] * len(self._slots)
-        self._arrivals = [None] * len(self._slots)
+        self._contents = [None] * len(self.slots)
+        self._arrivals = [None] * len(self.slots)
+        self._at_home = {}
+
+    def measured(self) -> StreamCounts:
+        """The counts, with the times of all copies and visits that are over by now.
+
+        On a GPU, synchronise first, so that all are.
+        """
+        self.counts.copy_seconds, self.counts.stall_seconds = self._transfer.times()
+        return replace(self.counts)
+
+    def _home(self, block: int) -> Slot:
+        """The slot of a resident block, which is brought there at its first visit."""
+        self._position += 1
+        self._fill()
+        home = self.homes[block]
+        if block not in self._at_home:
+            self._transfer.leave(home.index)  # what was there before may still be in use
+            self._at_home[block] = self._copy(block, home)
+        self._at_home[block].wait()
+        self.counts.visits += 1
+        return home
 
     def _fill(self) -> None:
         while (copy := self._schedule.next_copy(self._position, self._contents, self._locked)) is not None:
             self._start(copy)
 
     def _start(self, copy: Copy) -> None:
-        pieces = []
-        offset = 0
-        target = self._slots[copy.slot].buffer
-        for layer in self._blocks[copy.block]:
-            slab = self._store.slab(layer)
-            pieces.append((slab, target[offset : offset + slab.numel()]))
-            offset += slab.numel()
         # Empty until the copy has been started: if that fails, nobody may take what is there for the block.
         self._contents[copy.slot] = self._arrivals[copy.slot] = None
-        self._arrivals[copy.slot] = self._transfer.copy(copy.slot, pieces)
+        self._arrivals[copy.slot] = self._copy(copy.block, self.slots[copy.slot])
         self._contents[copy.slot] = copy.block
+        self.counts.late += copy.ahead == 0
+
+    def _copy(self, block: int, slot: Slot) -> Arrival:
+        pieces = []
+        offset = 0
+        for layer in self._blocks[block]:
+            slab = self._store.slab(layer)
+            pieces.append((slab, slot.buffer[offset : offset + slab.numel()]))
+            offset += slab.numel()
+        arrival = self._transfer.copy(slot.index, pieces)
         self.counts.copies += 1
         self.counts.copied_bytes += offset
-        self.counts.late += copy.ahead == 0
+        return arrival
