@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from functools import cache
 
 import pytest
 
-from poros.stream.schedule import Copy, Phase, Schedule, Visit
+from poros.stream.schedule import Copy, Phase, Schedule, Visit, evenly_spread
 
 
 def play(schedule: Schedule, periods: int) -> list[list[Copy]]:
@@ -105,3 +106,25 @@ def test_nonsense_is_refused(visits: tuple[Visit, ...], slots: int) -> None:
 def test_imports_no_torch() -> None:
     code = "import sys, poros.stream.schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 5, 8, 64])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_resident_blocks_are_never_copied(num_blocks: int, slots: int) -> None:
+    for count in {0, 1, num_blocks // 2, num_blocks - 1, num_blocks}:
+        resident = evenly_spread(count, num_blocks)
+        assert len(resident) == count
+        moving = num_blocks - count
+        schedule = Schedule.training(num_blocks, slots if moving else 0, resident)
+        copies = [copy for period in schedule.copies(periods=3) for copy in period]
+        assert resident.isdisjoint(copy.block for copy in copies)
+        assert schedule.copies_per_period() == 2 * moving - 2 * min(slots, moving)
+
+
+def test_resident_blocks_are_evenly_spread() -> None:
+    for num_blocks in (7, 64, 80):
+        for count in range(1, num_blocks + 1):
+            places = sorted(evenly_spread(count, num_blocks))
+            gaps = [after - before for before, after in itertools.pairwise(places)]
+            assert max(gaps, default=0) - min(gaps, default=0) <= 1
+    assert evenly_spread(9, 4) == {0, 1, 2, 3}

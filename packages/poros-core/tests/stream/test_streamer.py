@@ -22,10 +22,10 @@ from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import compare
 from poros.plugins import Plugins
 from poros.store.tiers import PageableStore
-from poros.stream.schedule import Phase
+from poros.stream.schedule import Phase, evenly_spread
 from poros.stream.slots import make_slots
-from poros.stream.streamer import Streamer
-from poros.stream.transfer import Arrival, HostTransfer, Piece
+from poros.stream.streamer import StreamCounts, Streamer
+from poros.stream.transfer import Arrival, HostTransfer, Piece, Spans
 
 CPU = torch.device("cpu")
 
@@ -69,6 +69,9 @@ class Adversary:
 
     def leave(self, slot: int) -> None:
         pass
+
+    def times(self) -> tuple[float | None, float | None]:
+        return None, None
 
     def close(self) -> None:
         self._pending = []
@@ -176,6 +179,87 @@ def test_a_slot_is_handed_back_after_its_visit_and_not_written_before(streamer: 
         assert "use" in mine
         for what, following in itertools.pairwise(mine):
             assert (what, following) in {("copy", "use"), ("use", "leave"), ("leave", "use"), ("leave", "copy")}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_resident_blocks_travel_once(count: int) -> None:
+    store = PageableStore([8] * 4)
+    for layer in range(4):
+        store.slab(layer).fill_(layer + 1)
+    slots = make_slots([8] * (2 + count), CPU)
+    moving = slots[:2] if count < 4 else ()
+    homes = dict(zip(sorted(evenly_spread(count, 4)), slots[2:], strict=True))
+    streamer = Streamer(store, moving, HostTransfer(), [(0,), (1,), (2,), (3,)], homes)
+    step(streamer)
+    before = streamer.measured()
+    step(streamer)
+    assert streamer.measured().since(before).copies == (0 if count == 4 else 2 * (4 - count) - 2 * min(2, 4 - count))
+    store.slab(sorted(homes)[0]).add_(100)  # a change in the store comes through only when it is announced
+    step(streamer)
+    streamer.forget()
+    with streamer.visit(sorted(homes)[0], Phase.FORWARD) as slot:
+        assert slot.buffer.unique().tolist() == [sorted(homes)[0] + 101]
+
+
+class Event:
+    """An event on a made-up GPU that is done when its time has come."""
+
+    now = 0.0
+    made = 0
+
+    def __init__(self) -> None:
+        Event.made += 1
+        self.at = 0.0
+
+    def record(self, stream: list[float]) -> None:
+        self.at = stream[0]
+
+    def query(self) -> bool:
+        return self.at <= Event.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_spans_are_added_up_when_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "now", 0.0)
+    monkeypatch.setattr(Event, "made", 0)
+    spans, stream = Spans(Event), [0.0]
+    for number in range(5):
+        with spans.measured(stream):
+            stream[0] += 100.0  # milliseconds
+        stream[0] += 50.0
+        Event.now = stream[0] if number < 3 else Event.now
+    assert spans.seconds() == pytest.approx(0.3)
+    Event.now = stream[0]
+    assert spans.seconds() == pytest.approx(0.5)
+    for _ in range(3):
+        with spans.measured(stream):
+            stream[0] += 1.0
+    assert Event.made == 10  # events are used again
+
+
+def test_events_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may ever ask for the times."""
+    monkeypatch.setattr(Event, "now", 1e9)
+    monkeypatch.setattr(Event, "made", 0)
+    spans, stream = Spans(Event), [0.0]
+    for _ in range(5000):
+        with spans.measured(stream):
+            stream[0] += 1.0
+    assert Event.made < 1000
+    assert spans.seconds() == pytest.approx(5.0)
+
+
+def test_counts_per_step() -> None:
+    before = StreamCounts(copies=2, copied_bytes=10**9, stall_seconds=1.0, copy_seconds=1.0)
+    after = StreamCounts(copies=6, copied_bytes=5 * 10**9, stall_seconds=1.5, copy_seconds=2.0)
+    assert after.since(before).plus(before) == after
+    fields = after.since(before).per_step(steps=2, s_step=0.1, link_gb_s=40.0)
+    assert fields == {"copied_gb_per_step": 2.0, "link_gb_s": 40.0, "link_share": 0.5, "stall_s_per_step": 0.25}
+    assert StreamCounts().per_step(steps=0, s_step=None, link_gb_s=None) == {}
+    on_cpu = StreamCounts(copied_bytes=10**9).since(StreamCounts()).per_step(1, 0.1, None)
+    assert on_cpu["stall_s_per_step"] is on_cpu["link_share"] is None
 
 
 def test_an_evaluation_in_the_middle_only_costs_copies(streamer: Streamer) -> None:

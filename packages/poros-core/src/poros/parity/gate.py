@@ -26,6 +26,7 @@ from poros.parity.surfaces import Comparison, Difference, compare
 from poros.plugins import Plugins, load_plugins
 from poros.provenance import host_peak_bytes, provenance
 from poros.receipt import DTYPE_POLICY, Receipt
+from poros.stream.streamer import StreamCounts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -58,7 +59,8 @@ class CheckResult:
         attention: The attention path it ran on.
         device: Where.
         model, model_type: What was checked.
-        copied_bytes: Bytes that travelled in the streamed arm.
+        traffic: What travelled in the streamed arm.
+        link_gb_s: What the link can do; None without a GPU.
         data_hash: Of the token rows.
         executor: What ran the blocks of the streamed arm: "eager" or "graphs".
         allocated_bytes, reserved_bytes: Peaks of the streamed arm on a GPU.
@@ -79,7 +81,8 @@ class CheckResult:
     device: str
     model: str
     model_type: str
-    copied_bytes: int = 0
+    traffic: StreamCounts = field(default_factory=StreamCounts)
+    link_gb_s: float | None = None
     data_hash: str = ""
     executor: str = "eager"
     allocated_bytes: int | None = None
@@ -172,9 +175,11 @@ def check(
             )
         if where.type == "cuda":
             torch.cuda.reset_peak_memory_stats(where)
-        before = engine.streamer.counts.copied_bytes
+        before = engine.streamer.measured()
         trace = arm("streamed", streamed_model, work, accumulate=engine.accumulate)
-        copied = engine.streamer.counts.copied_bytes - before
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        traffic = engine.streamer.measured().since(before)
         peaks = (
             (torch.cuda.max_memory_allocated(where), torch.cuda.max_memory_reserved(where))
             if where.type == "cuda"
@@ -192,6 +197,7 @@ def check(
         one_step = dataclasses.replace(work, steps=1)
         control_trace = arm("control arm", streamed_model, one_step, accumulate=engine.accumulate)
         control = compare(reference, control_trace, blocks, CONTROL_SURFACES, steps=1)
+        link = engine.streamer.link_gb_s()
 
     caught = control.difference is not None and control.first_block == corrupted
     if not repeats.identical:
@@ -217,7 +223,8 @@ def check(
         device=str(where),
         model=source.name,
         model_type=model_type,
-        copied_bytes=copied,
+        traffic=traffic,
+        link_gb_s=link,
         executor=executor,
         data_hash=hash_of([batch["input_ids"].tolist() for batch in make_batches(work, vocab_size)]),
         allocated_bytes=peaks[0],
@@ -255,7 +262,7 @@ def receipt_of(result: CheckResult, lora: LoraPart, stream: StreamConfig) -> Rec
         vram_allocated_gb=None if result.allocated_bytes is None else result.allocated_bytes / 1e9,
         vram_reserved_gb=None if result.reserved_bytes is None else result.reserved_bytes / 1e9,
         host_peak_gb=host_peak_bytes() / 1e9,
-        copied_gb_per_step=result.copied_bytes / work.steps / 1e9,
+        **result.traffic.per_step(work.steps, result.seconds["streamed"], result.link_gb_s),
         parity=result.surfaces,
         losses=result.losses,
         status="ok",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -38,14 +40,35 @@ class StreamCounts:
 
     def since(self, before: StreamCounts) -> StreamCounts:
         """What has come since an earlier `Streamer.measured()`."""
-        return StreamCounts(
-            self.copies - before.copies,
-            self.copied_bytes - before.copied_bytes,
-            self.late - before.late,
-            self.visits - before.visits,
-            None if self.copy_seconds is None else self.copy_seconds - (before.copy_seconds or 0.0),
-            None if self.stall_seconds is None else self.stall_seconds - (before.stall_seconds or 0.0),
-        )
+        return self._with(before, operator.sub)
+
+    def plus(self, other: StreamCounts) -> StreamCounts:
+        """The sum of two."""
+        return self._with(other, operator.add)
+
+    def _with(self, other: StreamCounts, combine: Callable[[Any, Any], Any]) -> StreamCounts:
+        values: Any = {}
+        for name, value in vars(self).items():
+            values[name] = None if value is None else combine(value, getattr(other, name) or 0)
+        return StreamCounts(**values)
+
+    def per_step(self, steps: int, s_step: float | None, link_gb_s: float | None) -> dict[str, float | None]:
+        """What travelled, under the names that receipts use.
+
+        Args:
+            steps: Optimizer steps in which it did.
+            s_step: Seconds of one of them.
+            link_gb_s: What the link can do, from `Streamer.link_gb_s`.
+        """
+        if not steps:
+            return {}
+        copied = self.copied_bytes / steps / 1e9
+        return {
+            "copied_gb_per_step": copied,
+            "link_gb_s": link_gb_s,
+            "link_share": copied / s_step / link_gb_s if s_step and link_gb_s else None,
+            "stall_s_per_step": None if self.stall_seconds is None else self.stall_seconds / steps,
+        }
 
 
 class Streamer:
@@ -155,6 +178,28 @@ class Streamer:
         """
         self.counts.copy_seconds, self.counts.stall_seconds = self._transfer.times()
         return replace(self.counts)
+
+    def link_gb_s(self, copies: int = 20) -> float | None:
+        """What the link can do: blocks copied back to back while nothing else runs. GB = 1e9 bytes.
+
+        Returns:
+            None where that can't be measured: on a CPU, or when every block is resident.
+
+        Raises:
+            StreamError: a block is in use.
+        """
+        moving = [block for block in range(len(self._blocks)) if block not in self.homes]
+        if not moving or self.measured().copy_seconds is None:
+            return None
+        self.forget()
+        self._transfer.close()
+        before, kept = self.measured(), replace(self.counts)
+        for number in range(copies):
+            self._copy(moving[number % len(moving)], self.slots[0])
+        self._transfer.close()
+        taken = self.measured().since(before)
+        self.counts.copies, self.counts.copied_bytes = kept.copies, kept.copied_bytes
+        return taken.copied_bytes / 1e9 / taken.copy_seconds if taken.copy_seconds else None
 
     def _home(self, block: int) -> Slot:
         """The slot of a resident block, which is brought there at its first visit."""

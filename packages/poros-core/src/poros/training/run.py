@@ -199,8 +199,7 @@ def _run(
         evaluations.append((step, loss))
         listener.note(f"held-out loss at step {step}: {loss:.4f}")
 
-    counts = engine_of(model).streamer.counts
-    observer = StepObserver(model, identity, lambda: counts.copied_bytes, on_step, on_evaluation)
+    observer = StepObserver(model, identity, engine_of(model).streamer, on_step, on_evaluation)
     trainer = StreamedTrainer(
         model=model,
         args=training_arguments(config, out, device.type == "cpu", held_out is not None),
@@ -258,6 +257,7 @@ def _receipt(
     reason: str | None,
 ) -> Receipt:
     durations = observer.durations[1:] or observer.durations  # the first step warms up
+    seconds = statistics.median(durations) if durations else None
     steps = len(observer.durations)
     on_gpu = device.type == "cuda"
     return Receipt(
@@ -271,14 +271,14 @@ def _receipt(
         tokens_per_step=round(statistics.mean(observer.tokens)) if observer.tokens else None,
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         dtype_policy=DTYPE_POLICY,
-        s_step_median=statistics.median(durations) if durations else None,
+        s_step_median=seconds,
         s_step_std=statistics.stdev(durations) if len(durations) > 1 else None,
         passes=[statistics.median(durations)] if durations else [],
         steps=steps,
         vram_allocated_gb=torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None,
         vram_reserved_gb=torch.cuda.max_memory_reserved(device) / 1e9 if on_gpu else None,
         host_peak_gb=host_peak_bytes() / 1e9,
-        copied_gb_per_step=observer.copied_bytes / steps / 1e9 if steps else None,
+        **observer.traffic().per_step(steps, seconds, engine_of(model).streamer.link_gb_s()),
         losses=[loss for _, loss in losses],
         status=status,
         reason=reason,

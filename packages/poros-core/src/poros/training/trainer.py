@@ -16,6 +16,7 @@ from poros.config import RunConfig
 from poros.engine.attach import engine_of
 from poros.engine.executor import rng_state, set_rng_state
 from poros.errors import StreamError
+from poros.stream.streamer import StreamCounts, Streamer
 from poros.training.output import save_adapter
 from poros.training.progress import StepRecord
 from poros.training.resume import write_manifest
@@ -66,7 +67,7 @@ class StepObserver(TrainerCallback):  # type: ignore[misc]
     Args:
         model: The peft model, to see that every adapter learns.
         identity: Written into the manifest of each checkpoint.
-        copied: Returns the bytes that have travelled so far.
+        streamer: Of the model.
         on_step: Told of every logged step.
         on_evaluation: Told of every evaluation: step and loss.
     """
@@ -75,25 +76,25 @@ class StepObserver(TrainerCallback):  # type: ignore[misc]
         self,
         model: Any,
         identity: str,
-        copied: Callable[[], int],
+        streamer: Streamer,
         on_step: Callable[[StepRecord], None],
         on_evaluation: Callable[[int, float], None],
     ) -> None:
         self._adapters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._identity = identity
-        self._copied = copied
+        self._streamer = streamer
         self._on_step = on_step
         self._on_evaluation = on_evaluation
         self._checked = False
         self._began = time.perf_counter()
-        self._before = self._seen = 0
+        self._seen = 0
         self.durations: list[float] = []
         self.tokens: list[int] = []
-        self.copied_bytes = 0
+        self._start = self._last = streamer.measured()
+        self._evaluating = StreamCounts(copy_seconds=0.0, stall_seconds=0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
-        self._before = self._copied()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checked:
@@ -108,9 +109,13 @@ class StepObserver(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.durations.append(time.perf_counter() - self._began)
-        self.copied_bytes += self._copied() - self._before
+        self._last = self._streamer.measured()
         self.tokens.append(state.num_input_tokens_seen - self._seen)
         self._seen = state.num_input_tokens_seen
+
+    def traffic(self) -> StreamCounts:
+        """What travelled in training steps; evaluations are left out."""
+        return self._streamer.measured().since(self._start).since(self._evaluating)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._seen = state.num_input_tokens_seen  # not zero in a resumed run
@@ -137,6 +142,8 @@ class StepObserver(TrainerCallback):  # type: ignore[misc]
         )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        now = self._streamer.measured()
+        self._evaluating, self._last = self._evaluating.plus(now.since(self._last)), now
         if metrics and "eval_loss" in metrics:
             self._on_evaluation(state.global_step, float(metrics["eval_loss"]))
 
