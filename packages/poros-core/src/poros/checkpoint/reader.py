@@ -97,7 +97,9 @@ def make_packings(
     return tuple(packings)
 
 
-def plan_reading(skeleton: Skeleton, shards: Shards, prefix: str, kinds: Sequence[str]) -> ReadPlan:
+def plan_reading(
+    skeleton: Skeleton, shards: Shards, prefix: str, kinds: Sequence[str], layers_in_files: int | None = None
+) -> ReadPlan:
     """Match the model's tensors with the files' tensors and check dtype and shape of each.
 
     Args:
@@ -105,6 +107,7 @@ def plan_reading(skeleton: Skeleton, shards: Shards, prefix: str, kinds: Sequenc
         shards: The files.
         prefix: Begin of the decoder's tensors in the files.
         kinds: The layer kind of each layer.
+        layers_in_files: How many layers the files hold, if the skeleton is cut to its first ones.
 
     Raises:
         CheckpointError: with every missing, unexpected or misshapen tensor (the first few of many).
@@ -121,10 +124,16 @@ def plan_reading(skeleton: Skeleton, shards: Shards, prefix: str, kinds: Sequenc
                 _check_place(place, layer_prefix + place.name, shards, quantised, problems, claimed)
 
     outside, tied = _outside(skeleton, shards, prefix, problems, claimed)
+    left_out = tuple(
+        f"{prefix}{architecture.layers}.{index}." for index in range(len(skeleton.layers), layers_in_files or 0)
+    )
     stray = [
         name
         for name in shards.names
-        if name not in claimed and name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")
+        if name not in claimed
+        and name.startswith(prefix)
+        and not name.startswith(left_out)
+        and not name.endswith("rotary_emb.inv_freq")
     ]
     problems.extend(f"{name} is in the files, but the model has no such tensor" for name in stray)
     if problems:
@@ -172,6 +181,12 @@ def fill_store(
         progress: Told the bytes read.
     """
     quantised = four_bit_weights(shards)
+    total = sum(
+        shards.info(plan.layer_prefixes[index] + place.name).nbytes
+        for index, places in enumerate(skeleton.layers)
+        for place in places
+        if not place.part
+    )
 
     def fill(index: int, place: FrozenTensor) -> int:
         slab, packing, source = store.slab(index), plan.packings[index], plan.layer_prefixes[index] + place.name
@@ -206,7 +221,7 @@ def fill_store(
             for job in jobs:
                 done += job.result()
                 if progress is not None:
-                    progress(done, shards.total_bytes)
+                    progress(done, total)
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise

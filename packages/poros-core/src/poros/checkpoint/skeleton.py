@@ -77,6 +77,16 @@ def read_model_config(directory: Path, architecture: Architecture) -> Any:
     return config
 
 
+def cut_layers(config: Any, num_layers: int | None) -> Any:
+    """Cut a model's config to its first layers, in place; returns it. None leaves it as it is."""
+    text = config.get_text_config()
+    if num_layers is not None and num_layers < text.num_hidden_layers:
+        text.num_hidden_layers = num_layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:num_layers]
+    return config
+
+
 def _check_quantisation(settings: Any, directory: Path) -> None:
     """Refuse by name every way of being quantised but NF4 with double quantisation by bitsandbytes."""
     if settings is None:

@@ -37,7 +37,16 @@ def check(
     resident: Annotated[str, typer.Option(help="Blocks that stay on the device: a number or all.")] = "0",
     recompute: Annotated[bool, typer.Option(help="Run resident blocks again for the backward pass.")] = True,
     attention: Annotated[str, typer.Option(help="Attention path: fused, math or default.")] = "fused",
-    layers: Annotated[int | None, typer.Option(min=1, help="Cut a published shape to its first layers.")] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Cut the model to its first layers. By default as many as stock can hold on this card."
+        ),
+    ] = None,
+    lockstep: Annotated[
+        bool,
+        typer.Option("--lockstep", help="Run stock and streamed side by side: for hundreds of steps on a big card."),
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     out: Annotated[Path | None, typer.Option(help="Append the receipt to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the receipt and nothing else.")] = False,
@@ -68,13 +77,14 @@ def check(
         raise ConfigError(f"--out {out} is a folder", "name a file to which the receipt is added")
     plugins: Plugins = context.obj
     from poros.engine.adapters import lora_config
-    from poros.parity.gate import check as run
+    from poros.parity.gate import check as in_turn
     from poros.parity.gate import receipt_of
+    from poros.parity.lockstep import check_in_lockstep
     from poros.parity.stock import Work
 
     work = Work(steps=steps, batch_size=batch_size, length=length, accumulation=accumulation, seed=seed)
     with Display() as display:
-        result = run(
+        result = (check_in_lockstep if lockstep else in_turn)(
             model,
             lora_config(lora),
             work,
@@ -110,7 +120,8 @@ def _print(result: CheckResult) -> None:
     table.add_column("stock repeats itself")
     table.add_column("streamed equals stock")
     for surface, equal in result.streamed.surfaces.items():
-        table.add_row(surface.replace("_", " "), _mark(result.stock.surfaces[surface]), _mark(equal))
+        repeats = None if result.stock is None else result.stock.surfaces[surface]
+        table.add_row(surface.replace("_", " "), _mark(repeats), _mark(equal))
     console.print(table)
     work = result.work
     console.print(
@@ -135,6 +146,8 @@ def _print(result: CheckResult) -> None:
     console.print(f"seconds per step: {seconds}")
     color = "green" if result.verdict == "identical" else "red"
     console.print(f"[bold {color}]{result.verdict}[/]")
+    if result.verdict == "different" and result.stock is None:
+        console.print("without --lockstep, Poros also says whether stock repeats itself")
     if result.verdict == "not reproducible on this path" and result.attention == "default":
         console.print("stock differs from itself here; --attention fused makes it repeat")
 

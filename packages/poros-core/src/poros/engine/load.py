@@ -13,7 +13,7 @@ from torch import nn
 from poros.checkpoint.locate import find_prefix, read_config, resolve
 from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, plan_reading
 from poros.checkpoint.shards import Shards
-from poros.checkpoint.skeleton import build_skeleton, read_model_config
+from poros.checkpoint.skeleton import build_skeleton, cut_layers, read_model_config
 from poros.engine.adapters import check_lora, check_targets
 from poros.engine.attach import Engine, check_trainable, start_streaming, stream_config
 from poros.engine.parts import DecoderParts
@@ -45,6 +45,7 @@ def load(
     recompute: bool = True,
     restore_once: bool = True,
     device: torch.device | str | None = None,
+    num_layers: int | None = None,
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
     name: str | None = None,
@@ -69,6 +70,7 @@ def load(
         recompute: Run resident blocks again for the backward pass instead of keeping their activations.
         restore_once: Restore a block's 4-bit weights once a visit: less GPU time, one block in bf16 more GPU memory.
         device: Where to compute; the current CUDA device where there is one.
+        num_layers: Load only the first layers: another model, but enough to check one on.
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
         name: What the adapter's config calls the base; `model` by default.
@@ -101,6 +103,8 @@ def load(
     model_type = str(read_config(directory)["model_type"])
     architecture = (plugins or load_plugins()).architecture_for(model_type)
     model_config = read_model_config(directory, architecture)
+    full = int(model_config.get_text_config().num_hidden_layers)
+    cut_layers(model_config, num_layers)
     if lora is not None:
         check_lora(lora)
     with Shards.open(directory) as shards:
@@ -114,7 +118,7 @@ def load(
         }
         skeleton = build_skeleton(model_config, architecture, where, quantised if stored else None, directory)
         skeleton.model.name_or_path = skeleton.model.config._name_or_path = name or str(model)
-        plan = plan_reading(skeleton, shards, prefix, architecture.layer_kinds(model_config))
+        plan = plan_reading(skeleton, shards, prefix, architecture.layer_kinds(model_config), full)
         streamed: nn.Module = skeleton.model
         if lora is not None:
             # Before any weight is read: what is wrong with the adapters comes out now, and the layers' names are known

@@ -20,7 +20,8 @@ from poros.engine.attention import attention_path
 from poros.engine.load import default_device
 from poros.engine.parts import DecoderParts
 from poros.errors import PorosError
-from poros.parity.source import find_source
+from poros.parity.fit import cut_to_fit
+from poros.parity.source import Setting, find_source
 from poros.parity.stock import Work, adapters_of, make_adapters_count, make_batches, train
 from poros.parity.surfaces import Comparison, Difference, compare
 from poros.plugins import Plugins, load_plugins
@@ -48,7 +49,7 @@ class CheckResult:
         verdict: "identical" only if stock repeats itself, the streamed run equals it on every surface, and the
             corrupted run was told apart.
         surfaces: Surface -> equal or not; None where nothing can be said because stock doesn't repeat itself.
-        stock: Stock against stock again.
+        stock: Stock against stock again; None where the two models ran in lockstep.
         streamed: Stock against streamed.
         control: How the corrupted run differed; None if it wasn't caught.
         control_block: Which block was corrupted.
@@ -69,7 +70,7 @@ class CheckResult:
 
     verdict: Verdict
     surfaces: dict[str, bool | None]
-    stock: Comparison
+    stock: Comparison | None
     streamed: Comparison
     control: Difference | None
     control_block: int
@@ -112,7 +113,7 @@ def check(
         stream: Block size, slots, tier.
         attention: The attention path.
         revision: Of a hub id.
-        layers: Cut a published shape to its first layers.
+        layers: Cut the model to its first layers; as many as stock can hold on this card by default.
         device: Where; the current CUDA device where there is one.
         plugins: Loaded plugins.
         announce: Told what is going on.
@@ -146,7 +147,8 @@ def check(
     transformers.utils.logging.disable_progress_bar()  # the announcements are the progress
     with attention_path(attention), ExitStack() as cleanup:
         announce("preparing the model", 0, total)
-        source = find_source(model, revision, layers, lora, work.seed, stream, where, plugins)
+        setting = Setting(lora, work.seed, stream, where, plugins, layers)
+        source = find_source(model, revision, cut_to_fit(model, revision, setting, work))
         stock_model = source.stock()
         make_adapters_count(stock_model, work.seed)
         initial = {name: p.detach().clone() for name, p in adapters_of(stock_model).items()}
@@ -185,9 +187,7 @@ def check(
             if where.type == "cuda"
             else (None, None)
         )
-        executor = "graphs" if getattr(engine.executor, "num_replays", 0) else "eager"
-        if stream.executor == "graphs" and executor != "graphs":
-            raise PorosError("no graph was replayed, so nothing is known of them", "see the warnings above for why")
+        executor = executor_used(engine, stream)
         streamed = compare(reference, trace, blocks)
         del trace
 
@@ -233,6 +233,18 @@ def check(
     )
 
 
+def executor_used(engine: Engine, stream: StreamConfig) -> str:
+    """What ran the blocks: "eager" or "graphs".
+
+    Raises:
+        PorosError: graphs were asked for and none was replayed.
+    """
+    executor = "graphs" if getattr(engine.executor, "num_replays", 0) else "eager"
+    if stream.executor == "graphs" and executor != "graphs":
+        raise PorosError("no graph was replayed, so nothing is known of them", "see the warnings above for why")
+    return executor
+
+
 def receipt_of(result: CheckResult, lora: LoraPart, stream: StreamConfig) -> Receipt:
     """The receipt of a check."""
     work = result.work
@@ -242,6 +254,7 @@ def receipt_of(result: CheckResult, lora: LoraPart, stream: StreamConfig) -> Rec
         "stream": stream.model_dump(mode="json"),
         "attention": result.attention,
         "executor": result.executor,
+        "lockstep": result.stock is None,
         "work": dataclasses.asdict(work),
     }
     return Receipt(

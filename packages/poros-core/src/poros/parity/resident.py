@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from poros.architecture import Architecture
-from poros.checkpoint.skeleton import COMPUTE_DTYPE, build_skeleton
+from poros.checkpoint.skeleton import COMPUTE_DTYPE, build_skeleton, cut_layers
 
 
 def random_resident(
@@ -33,12 +33,7 @@ def random_resident(
         num_layers: Cut the model to its first layers.
         seed: Of the weights.
     """
-    values = dict(config)
-    if num_layers is not None:
-        values["num_hidden_layers"] = num_layers
-        if "layer_types" in values:
-            values["layer_types"] = values["layer_types"][:num_layers]
-    skeleton = build_skeleton(AutoConfig.for_model(**values), architecture, device)
+    skeleton = build_skeleton(cut_layers(AutoConfig.for_model(**config), num_layers), architecture, device)
     model = skeleton.model
     generator = torch.Generator(device).manual_seed(seed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Gives the stock model and then the streamed one, with the same weights and the same adapters.
+    """Gives a stock model and a streamed one, with the same weights and the same adapters.
 
     Attributes:
         name: For the receipt.
@@ -39,49 +40,70 @@ class Source(Protocol):
     def streamed(self) -> Any:
         """The streamed peft model. Called once, after `stock`, when nobody else holds the stock model any more."""
 
+    def streamed_beside(self) -> Any:
+        """The streamed peft model, for when the stock model goes on living."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both kinds of source need to know.
+
+    Attributes:
+        lora, seed: The adapters.
+        stream, device, plugins: How to stream, and where.
+        num_layers: Cut the model to its first layers.
+    """
+
+    lora: LoraConfig
+    seed: int
+    stream: StreamConfig
+    device: torch.device
+    plugins: Plugins
+    num_layers: int | None = None
+
+    @property
+    def cut(self) -> str:
+        """For a model's name in a receipt."""
+        return "" if self.num_layers is None else f"first {self.num_layers} layers"
+
 
 class CheckpointSource:
     """Both models from a checkpoint. The streamed one is loaded first: it refuses a bad checkpoint at once.
 
     Args:
         model, revision: A directory or hub id.
-        lora, seed: The adapters.
-        stream, device, plugins: How to stream.
+        setting: The rest.
     """
 
-    def __init__(
-        self,
-        model: str,
-        revision: str | None,
-        lora: LoraConfig,
-        seed: int,
-        stream: StreamConfig,
-        device: torch.device,
-        plugins: Plugins,
-    ) -> None:
-        self.name = model
+    def __init__(self, model: str, revision: str | None, setting: Setting) -> None:
+        self.name = f"{model} ({setting.cut})" if setting.cut else model
         self._directory: Path = resolve(model, revision)
-        self.architecture = plugins.architecture_for(str(read_config(self._directory)["model_type"]))
-        self._lora, self._seed, self._device = lora, seed, device
+        self.architecture = setting.plugins.architecture_for(str(read_config(self._directory)["model_type"]))
+        self._setting = setting
         self._streamed = load(
             self._directory,
-            lora=lora,
-            seed=seed,
-            **stream.model_dump(),
-            device=device,
-            plugins=plugins,
+            lora=setting.lora,
+            seed=setting.seed,
+            **setting.stream.model_dump(),
+            device=setting.device,
+            plugins=setting.plugins,
+            num_layers=setting.num_layers,
         )
 
     def stock(self) -> Any:
+        setting = self._setting
         try:
-            return load_stock(self._directory, self._lora, self._seed, self._device)
+            return load_stock(self._directory, setting.lora, setting.seed, setting.device, setting.num_layers)
         except torch.OutOfMemoryError as error:
             raise PorosError(
-                f"the stock run needs the whole model on {self._device}, and it doesn't fit there",
-                "check a smaller model of the family on this machine",
+                f"the stock run needs the whole model on {setting.device}, and it doesn't fit there",
+                "check fewer of its layers with --layers, or a smaller model of the family",
             ) from error
 
     def streamed(self) -> Any:
+        return self._streamed
+
+    def streamed_beside(self) -> Any:
         return self._streamed
 
 
@@ -90,57 +112,51 @@ class ShapeSource:
 
     Args:
         architecture, shape: What to build.
-        layers: Cut it to its first layers.
-        lora, seed: The adapters.
-        stream, device, plugins: How to stream.
+        setting: The rest.
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        shape: PublishedShape,
-        layers: int | None,
-        lora: LoraConfig,
-        seed: int,
-        stream: StreamConfig,
-        device: torch.device,
-        plugins: Plugins,
-    ) -> None:
-        cut = f", first {layers} layers" if layers is not None else ""
-        self.name = f"{shape.id} (random weights{cut})"
+    def __init__(self, architecture: Architecture, shape: PublishedShape, setting: Setting) -> None:
+        self.name = f"{shape.id} ({', '.join(filter(None, ['random weights', setting.cut]))})"
         self.architecture = architecture
-        self._stream, self._plugins = stream, plugins
-        base = random_resident(architecture, shape.config, device, layers, seed)
-        torch.manual_seed(seed)
-        self._model = get_peft_model(base, lora)
+        self._shape, self._setting = shape, setting
+        self._model = self._build()
+
+    def _build(self) -> Any:
+        setting = self._setting
+        base = random_resident(self.architecture, self._shape.config, setting.device, setting.num_layers, setting.seed)
+        torch.manual_seed(setting.seed)
+        return get_peft_model(base, setting.lora)
 
     def stock(self) -> Any:
         return self._model
 
     def streamed(self) -> Any:
-        return attach(self._model, **self._stream.model_dump(), plugins=self._plugins)
+        return self._attached(self._model)
+
+    def streamed_beside(self) -> Any:
+        return self._attached(self._build())
+
+    def _attached(self, model: Any) -> Any:
+        return attach(model, **self._setting.stream.model_dump(), plugins=self._setting.plugins)
 
 
-def find_source(
-    model: str,
-    revision: str | None,
-    layers: int | None,
-    lora: LoraConfig,
-    seed: int,
-    stream: StreamConfig,
-    device: torch.device,
-    plugins: Plugins,
-) -> Source:
+def find_source(model: str, revision: str | None, setting: Setting) -> Source:
     """The source that a name means: a published shape's id, unless a directory is called so, or else a checkpoint.
 
     Raises:
-        PorosError: the checkpoint can't be run, or `layers` was given for one.
+        PorosError: the checkpoint can't be run.
     """
-    if not Path(model).exists():
-        for architecture in plugins.architectures():
-            for shape in architecture.published:
-                if shape.id == model:
-                    return ShapeSource(architecture, shape, layers, lora, seed, stream, device, plugins)
-    if layers is not None:
-        raise PorosError("only published shapes can be cut to fewer layers", "leave --layers out for a checkpoint")
-    return CheckpointSource(model, revision, lora, seed, stream, device, plugins)
+    published = find_published(model, setting.plugins)
+    if published is not None:
+        return ShapeSource(*published, setting)
+    return CheckpointSource(model, revision, setting)
+
+
+def find_published(model: str, plugins: Plugins) -> tuple[Architecture, PublishedShape] | None:
+    """The published shape that a name means, or None: it means a checkpoint."""
+    if Path(model).exists():
+        return None
+    return next(
+        ((family, shape) for family in plugins.architectures() for shape in family.published if shape.id == model),
+        None,
+    )

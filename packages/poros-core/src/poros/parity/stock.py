@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from poros.parity.surfaces import Trace, record_layer_outputs
+from poros.checkpoint.skeleton import cut_layers
+from poros.parity.surfaces import CPU, Trace, record_layer_outputs
+
+Accumulate = Callable[[Sequence[Callable[[], None]]], object]
+"""Runs the forward and backward passes of a step's micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +43,18 @@ class Work:
     learning_rate: float = 1e-3
 
 
-def load_stock(directory: Path, lora: LoraConfig, seed: int, device: torch.device) -> Any:
+def load_stock(
+    directory: Path, lora: LoraConfig, seed: int, device: torch.device, num_layers: int | None = None
+) -> Any:
     """A resident `PeftModel` as the libraries' own documentation builds it.
 
-    A checkpoint that is quantised already brings its own quantisation config.
+    A checkpoint that is quantised already brings its own quantisation config. With `num_layers`, only the first layers
+    are built and loaded.
     """
     from transformers import AutoConfig
 
-    stored = getattr(AutoConfig.from_pretrained(directory), "quantization_config", None)
+    model_config = cut_layers(AutoConfig.from_pretrained(directory), num_layers)
+    stored = getattr(model_config, "quantization_config", None)
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -55,6 +63,7 @@ def load_stock(directory: Path, lora: LoraConfig, seed: int, device: torch.devic
     )
     model = AutoModelForCausalLM.from_pretrained(
         directory,
+        config=model_config,
         dtype=torch.bfloat16,
         attn_implementation="sdpa",
         device_map={"": str(device)},
@@ -105,8 +114,30 @@ def train(
     work: Work,
     device: torch.device,
     on_step: Callable[[], None] = lambda: None,
-    accumulate: Callable[[Sequence[Callable[[], None]]], object] = one_by_one,
+    accumulate: Accumulate = one_by_one,
 ) -> Trace:
+    """Run `training_steps` to the end and keep everything, on the CPU.
+
+    Args:
+        model, layers, work, device, accumulate: As there.
+        on_step: Called after each step.
+    """
+    trace = Trace()
+    for part in training_steps(model, layers, work, device, accumulate):
+        trace.tensors.update(part.tensors)
+        on_step()
+    return trace
+
+
+def training_steps(
+    model: Any,
+    layers: list[nn.Module],
+    work: Work,
+    device: torch.device,
+    accumulate: Accumulate = one_by_one,
+    keep_on: torch.device | None = None,
+    control: bool = False,
+) -> Iterator[Trace]:
     """The plain training loop of the gate, the same for stock and streamed, recorded on every surface.
 
     bf16 autocast, AdamW, clipping at norm 1. The model's adapters are trained from where they are.
@@ -116,13 +147,18 @@ def train(
         layers: Its decoder layers.
         work: What to do.
         device: Where the model computes.
-        on_step: Called after each step.
         accumulate: Runs the micro-batches of a step; a streamed model may run them block by block.
+        keep_on: Where the recorded tensors go; the CPU by default.
+        control: Whether to go on after the last step with one more, on the first batches, for a control arm.
+
+    Yields:
+        The trace of each step. The first one (and the control step) holds the layers' outputs before it as well, the
+        last one the final states.
     """
-    trace = Trace()
     adapters = adapters_of(model)
     optimizer = torch.optim.AdamW(list(adapters.values()), lr=work.learning_rate)
     batches = make_batches(work, model.config.get_text_config().vocab_size)
+    trace = Trace(keep_on=keep_on or CPU)
 
     def forward(batch: dict[str, Tensor]) -> Any:
         with torch.autocast(device.type, torch.bfloat16):
@@ -135,15 +171,21 @@ def train(
         if step == 1 and micro == 0:
             trace.record("logits", step, "logits", output.logits)
 
+    def look_at_layers() -> None:
+        torch.manual_seed(work.seed)
+        with torch.no_grad():
+            record_layer_outputs(lambda: forward(batches[0]), layers, trace)
+
     model.train()
+    look_at_layers()
     torch.manual_seed(work.seed)
-    with torch.no_grad():
-        record_layer_outputs(lambda: forward(batches[0]), layers, trace)
-    torch.manual_seed(work.seed)
-    remaining = iter(batches)
-    for step in range(1, work.steps + 1):
+    for step in range(1, work.steps + 1 + control):
+        first = (step - 1) % work.steps * work.accumulation
+        if step > work.steps:
+            look_at_layers()
         optimizer.zero_grad(set_to_none=True)
-        accumulate([partial(micro_step, step, micro, next(remaining)) for micro in range(work.accumulation)])
+        todo = batches[first : first + work.accumulation]
+        accumulate([partial(micro_step, step, micro, batch) for micro, batch in enumerate(todo)])
         for name, parameter in adapters.items():
             if parameter.grad is not None:
                 trace.record("gradients", step, name, parameter.grad)
@@ -152,11 +194,18 @@ def train(
         optimizer.step()
         for name, parameter in adapters.items():
             trace.record("adapters", step, name, parameter)
-        on_step()
+        if step == work.steps:
+            _record_final_states(trace, adapters, optimizer, device, step)
+        yield trace
+        trace = Trace(keep_on=trace.keep_on)
+
+
+def _record_final_states(
+    trace: Trace, adapters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, device: torch.device, step: int
+) -> None:
     for name, parameter in adapters.items():
         for key, value in optimizer.state[parameter].items():
-            trace.record("optimizer_state", work.steps, f"{name}.{key}", torch.as_tensor(value))
-    trace.record("rng_state", work.steps, "cpu", torch.get_rng_state())
+            trace.record("optimizer_state", step, f"{name}.{key}", torch.as_tensor(value))
+    trace.record("rng_state", step, "cpu", torch.get_rng_state())
     if device.type == "cuda":
-        trace.record("rng_state", work.steps, "cuda", torch.cuda.get_rng_state(device))
-    return trace
+        trace.record("rng_state", step, "cuda", torch.cuda.get_rng_state(device))

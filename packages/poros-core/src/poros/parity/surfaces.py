@@ -23,6 +23,8 @@ SURFACES = ("logits", "loss", "gradients", "gradient_norm", "adapters", "optimiz
 LAYER_OUTPUTS = "layer_outputs"
 """Outputs of the decoder layers in a forward pass before training: they tell where a difference begins."""
 
+CPU = torch.device("cpu")
+
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -86,9 +88,15 @@ class Comparison:
 
 @dataclass
 class Trace:
-    """The recorded tensors of a run, on the CPU, in the order in which they came about."""
+    """The recorded tensors of a run, in the order in which they came about.
+
+    Attributes:
+        tensors: Copies of them.
+        keep_on: Where the copies are.
+    """
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
+    keep_on: torch.device = CPU
 
     def record(self, surface: str, step: int, name: str, tensor: Tensor, layer: int | None = None) -> None:
         """Keep a copy of a tensor."""
@@ -97,7 +105,7 @@ class Trace:
         key = Key(surface, step, name, layer)
         if key in self.tensors:
             raise PorosError(f"{key} was recorded twice")
-        self.tensors[key] = tensor.detach().to("cpu", copy=True)
+        self.tensors[key] = tensor.detach().to(self.keep_on, copy=True)
 
     def surface(self, surface: str, steps: int | None = None) -> dict[Key, Tensor]:
         """The tensors of one surface, up to and with a step."""

@@ -1,0 +1,92 @@
+"""How many layers of a model stock can hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from poros.config import LoraPart, StreamConfig
+from poros.engine.adapters import lora_config
+from poros.errors import PorosError
+from poros.parity import fit
+from poros.parity.fit import MARGIN, cut_to_fit, layers_that_fit
+from poros.parity.gate import check
+from poros.parity.source import Setting
+from poros.parity.stock import Work
+from poros.plugins import Plugins
+
+WORK = Work(steps=2, length=16, accumulation=1)
+PART = LoraPart(rank=4, dropout=0.1)
+
+
+@pytest.mark.parametrize("free", [0, 5, 11, 12, 40, 75, 100, 1000])
+@pytest.mark.parametrize("beside", [False, True])
+def test_as_many_as_fit_and_not_one_more(free: int, beside: bool) -> None:
+    def needed(layers: int) -> int:
+        return 10 + 3 * layers
+
+    found = layers_that_fit(20, free, needed, beside)
+    reserve = needed(3) if beside else 0
+    fits = [n for n in range(1, 21) if needed(n) + reserve <= free * MARGIN]
+    assert found == max(fits, default=0)
+
+
+def test_a_tiny_model_is_not_measured() -> None:
+    assert layers_that_fit(3, 0, lambda layers: 1 // 0) == 3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_a_checkpoint_cut_to_its_first_layers_is_checked(
+    family: str, checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    directory = checkpoint(family, {})
+    result = check(str(directory), lora_config(PART), WORK, layers=2, plugins=plugins)
+    assert result.verdict == "identical", str(result.streamed.difference)
+    assert result.model == f"{directory} (first 2 layers)"
+    whole = check(str(directory), lora_config(PART), WORK, plugins=plugins)
+    assert result.trainable < whole.trainable
+    assert result.losses != whole.losses
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    card = SimpleNamespace(free=10**6, per_layer=10**5)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (card.free, 2 * card.free))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(fit, "needed_on_gpu", lambda *args: lambda layers: 10**5 + card.per_layer * layers)
+    return card
+
+
+def setting(plugins: Plugins, device: str = "cuda") -> Setting:
+    return Setting(lora_config(PART), 0, StreamConfig(), torch.device(device), plugins)
+
+
+def test_a_model_that_is_too_large_is_cut_and_that_is_said(
+    card: SimpleNamespace, plugins: Plugins, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = cut_to_fit("qwen2.5-7b", None, setting(plugins), WORK)
+    assert found.num_layers == 8
+    assert "stock can hold the first 8 of 28 layers" in caplog.text
+    assert cut_to_fit("qwen2.5-7b", None, setting(plugins), WORK, beside=True).num_layers == 4
+
+
+def test_what_fits_is_left_alone(card: SimpleNamespace, plugins: Plugins, checkpoint: Callable[..., Path]) -> None:
+    assert cut_to_fit("qwen2.5-7b", None, setting(plugins, "cpu"), WORK).num_layers is None
+    card.free = 10**12
+    assert cut_to_fit("qwen2.5-7b", None, setting(plugins), WORK).num_layers is None
+    card.free, card.per_layer = 10**9, 10
+    assert cut_to_fit("qwen2.5-7b", None, setting(plugins), WORK).num_layers is None
+    assert cut_to_fit(str(checkpoint("qwen2", {})), None, setting(plugins), WORK).num_layers is None
+
+
+def test_not_even_one_layer(card: SimpleNamespace, plugins: Plugins) -> None:
+    card.free = 1000
+    with pytest.raises(PorosError, match="can't hold even one layer of qwen2") as caught:
+        cut_to_fit("qwen2.5-7b", None, setting(plugins), WORK)
+    assert "--length" in caught.value.hint
