@@ -18,6 +18,7 @@ import torch
 from poros.config import LoraPart, StreamConfig
 from poros.engine.adapters import lora_config
 from poros.parity.gate import CheckResult, check, receipt_of
+from poros.parity.lockstep import check_in_lockstep
 from poros.parity.stock import Work
 from poros.parity.surfaces import SURFACES
 
@@ -59,6 +60,22 @@ def test_identical(attention: str, executor: str) -> None:
 def test_accumulation_and_padding(executor: str) -> None:
     work = Work(steps=STEPS, batch_size=2, length=192, accumulation=3)
     assert_identical(run("fused", 0.1, work, executor=executor, block_size=3, slots=2))
+
+
+@pytest.mark.parametrize("executor", ["graphs", "eager"])
+@pytest.mark.parametrize("resident", ["all", 5])
+def test_kept_activations(resident: Any, executor: str) -> None:
+    work = Work(steps=STEPS, batch_size=2, length=192, accumulation=1)
+    assert_identical(run("fused", 0.1, work, executor=executor, resident=resident, recompute=False))
+
+
+def test_in_lockstep() -> None:
+    work = Work(steps=4 * STEPS, batch_size=1, length=512, accumulation=1)
+    part, config = LoraPart(dropout=0.1), StreamConfig()
+    result = check_in_lockstep(MODEL, lora_config(part), work, stream=config, layers=LAYERS)
+    if "POROS_GPU_TEST_RECEIPTS" in os.environ:
+        receipt_of(result, part, config).append(Path(os.environ["POROS_GPU_TEST_RECEIPTS"]))
+    assert_identical(result)
 
 
 def test_the_default_path_is_identical_or_not_reproducible() -> None:
