@@ -96,7 +96,7 @@ class Poison(CudaTransfer):
         class Slow:
             def wait(self) -> None:
                 arrival.wait()
-                torch.cuda._sleep(4_000_000)
+                torch.cuda._sleep(30_000_000)
 
         return Slow()
 
@@ -247,15 +247,16 @@ def test_interrupted_in_the_middle_of_a_step(pair: Callable[..., Any]) -> None:
 
 
 def test_dropping_the_model_gives_its_memory_back(gpu: torch.device, plugins: Plugins) -> None:
-    gc.collect()
-    before = torch.cuda.memory_allocated(gpu)
-    streamed = model(plugins, gpu)
-    attach(streamed, plugins=plugins)
-    step(streamed, rows(1, 64))
-    streamed.zero_grad()
-    del streamed
-    gc.collect()
-    assert torch.cuda.memory_allocated(gpu) - before < 50e6
+    left = []
+    for _ in range(3):
+        streamed = model(plugins, gpu)
+        attach(streamed, plugins=plugins)
+        step(streamed, rows(1, 64))
+        streamed.zero_grad()
+        del streamed
+        gc.collect()
+        left.append(torch.cuda.memory_allocated(gpu))
+    assert left[1] == left[2], left  # the first one leaves the libraries' own workspaces
 
 
 def test_a_card_that_holds_only_some_layers(gpu: torch.device, plugins: Plugins) -> None:

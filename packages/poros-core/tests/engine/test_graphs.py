@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
@@ -29,6 +30,7 @@ from poros.errors import UnsupportedError
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import compare
 from poros.plugins import Plugins
+from poros.testing.transfers import Adversary
 
 CPU = torch.device("cpu")
 
@@ -198,6 +200,119 @@ def test_retyped_adapters_are_recorded_anew(
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.bfloat16)
     assert same(step(stock, ids), step(streamed, ids))
+
+
+@pytest.fixture
+def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused layer on a CPU, with bitsandbytes in the kernel's place."""
+    from poros.engine import graphs
+    from poros.engine.kernels import linear
+
+    def dequantise(codes: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        restored = bnb.functional.dequantize_4bit(codes, state)
+        return restored if out is None else out.copy_(restored)
+
+    monkeypatch.setattr(linear, "dequantise", dequantise)
+    monkeypatch.setattr(graphs, "can_fuse", lambda layer: type(layer) is bnb.nn.Linear4bit)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize(
+    ("block_size", "slots", "resident", "accumulation"),
+    [(1, 1, 0, 1), (1, 2, 0, 1), (2, 2, 0, 2), (3, 1, 1, 1), (1, 2, 3, 3), (1, 2, "all", 1)],
+)
+def test_blocks_are_taken_out_of_their_slots(
+    family: str,
+    block_size: int,
+    slots: int,
+    resident: Any,
+    accumulation: int,
+    fusing: None,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+) -> None:
+    """A slot is poisoned the moment it is given back; one pair of graphs serves all slots."""
+    architecture = families[family]
+    work = Work(steps=4, length=16, accumulation=accumulation, learning_rate=1e-2)
+    poison = Adversary(seed=slots)
+    stock, streamed, executor = models(
+        checkpoint(family, {}),
+        plugins,
+        architecture,
+        block_size=block_size,
+        slots=slots,
+        resident=resident,
+        transfer=poison,
+    )
+    engine = engine_of(streamed)
+    traces = []
+    for model, more in ((stock, {}), (streamed, {"accumulate": engine.accumulate})):
+        with attention_path("fused"):
+            traces.append(train(model, DecoderParts.of(model, architecture).layers, work, CPU, **more))
+    result = compare(*traces, engine.blocks)
+    assert result.identical, str(result.difference)
+    assert engine.streamer.held == 0
+    recorded = next(iter(executor._shapes.values())).recorded
+    assert recorded
+    assert all(slot is None for _, _, slot in recorded)
+    assert poison.poisoned > 0
+
+
+def test_one_layer_that_can_not_be_fused_keeps_its_block_in_the_slot(
+    fusing: None,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from poros.engine import graphs
+
+    right = graphs.matches
+    monkeypatch.setattr(
+        graphs, "matches", lambda layer, rows, dtype: layer.in_features == 64 and right(layer, rows, dtype)
+    )
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    ids = torch.randint(3, 100, (1, 8))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert same(step(stock, ids), step(streamed, ids))
+    assert "the fused kernel differs from bitsandbytes" in caplog.text
+    recorded = next(iter(executor._shapes.values())).recorded
+    assert recorded
+    assert all(slot is not None for _, _, slot in recorded)
+    assert engine_of(streamed).streamer.held is None
+
+
+def test_evaluations_and_other_shapes_between_blocks_that_are_held(
+    fusing: None, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    stock, streamed, _ = models(checkpoint("gemma3", {}), plugins, families["gemma3"], transfer=Adversary(seed=3))
+    for length in (8, 12, 8, 8, 5, 8):
+        ids = torch.randint(3, 100, (1, length))
+        assert same(step(stock, ids), step(streamed, ids))
+        with torch.no_grad():
+            streamed(input_ids=ids, use_cache=False)
+        assert same(step(stock, ids), step(streamed, ids))
+
+
+def test_blocks_without_adapters(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """Only one layer in the middle has any."""
+    lora = lora_config(LoraPart(rank=4, dropout=0.1))
+    lora.layers_to_transform = [2]
+    stock = load_stock(checkpoint("qwen2", {}), lora, 0, CPU)
+    streamed = poros.load(checkpoint("qwen2", {}), lora=lora, seed=0, device="cpu", plugins=plugins)
+    for model in (stock, streamed):
+        make_adapters_count(model, 0)
+        model.train()
+    executor = use_host_graphs(streamed, families["qwen2"])
+    ids = torch.randint(3, 100, (1, 8))
+    for _ in range(2):
+        assert same(step(stock, ids), step(streamed, ids))
+    assert executor.num_replays > 0
 
 
 @pytest.mark.parametrize("kind", ["lora_A", "lower layers"])

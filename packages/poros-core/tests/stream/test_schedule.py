@@ -128,3 +128,18 @@ def test_resident_blocks_are_evenly_spread() -> None:
             gaps = [after - before for before, after in itertools.pairwise(places)]
             assert max(gaps, default=0) - min(gaps, default=0) <= 1
     assert evenly_spread(9, 4) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 8, 64])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_holding_costs_no_copy(num_blocks: int, slots: int) -> None:
+    schedule = Schedule.training(num_blocks, slots)
+    optimum = 2 * num_blocks - 2 * min(slots, num_blocks)
+    assert schedule.copies_per_period() == schedule.copies_per_period(holding=True) == optimum
+
+
+def test_holding_lets_a_copy_start_at_the_turn() -> None:
+    """Block 3 is held from its forward to its backward visit, so block 1 can be on its way meanwhile."""
+    schedule = Schedule.training(num_blocks=4, num_slots=2)
+    assert schedule.next_copy(4, [2, 3], locked=(1,)) is None
+    assert schedule.next_copy(4, [2, 3], held=3) == Copy(block=1, slot=1, ahead=2)

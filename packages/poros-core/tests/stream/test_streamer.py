@@ -23,58 +23,12 @@ from poros.parity.surfaces import compare
 from poros.plugins import Plugins
 from poros.store.tiers import PageableStore
 from poros.stream.schedule import Phase, evenly_spread
-from poros.stream.slots import make_slots
+from poros.stream.slots import Slot, make_slots
 from poros.stream.streamer import StreamCounts, Streamer
 from poros.stream.transfer import Arrival, HostTransfer, Piece, Spans
+from poros.testing.transfers import Adversary
 
 CPU = torch.device("cpu")
-
-
-class Adversary:
-    """A transfer that copies as late as it may and in random order, and poisons a slot the moment it is given up.
-
-    Args:
-        seed: Of the order.
-        forget_waits: A broken streamer: waiting for an arrival does nothing.
-    """
-
-    def __init__(self, seed: int = 0, forget_waits: bool = False) -> None:
-        self._random = random.Random(seed)
-        self._pending: list[tuple[int, Sequence[Piece]]] = []
-        self._forget_waits = forget_waits
-        self.poisoned = 0
-
-    def copy(self, slot: int, pieces: Sequence[Piece]) -> Arrival:
-        for _, target in pieces:
-            target.fill_(0xFF)  # NaN in every float format, the top code in every packed one
-            self.poisoned += 1
-        # What was on its way into this slot is overtaken.
-        self._pending = [(other, ps) for other, ps in self._pending if other != slot]
-        self._pending.append((slot, pieces))
-        adversary = self
-
-        class Late:
-            def wait(self) -> None:
-                if not adversary._forget_waits:
-                    adversary._deliver_until(slot)
-
-        return Late()
-
-    def _deliver_until(self, slot: int) -> None:
-        self._random.shuffle(self._pending)
-        while any(other == slot for other, _ in self._pending):
-            _, pieces = self._pending.pop()
-            for source, target in pieces:
-                target.copy_(source)
-
-    def leave(self, slot: int) -> None:
-        pass
-
-    def times(self) -> tuple[float | None, float | None]:
-        return None, None
-
-    def close(self) -> None:
-        self._pending = []
 
 
 def losses(
@@ -142,8 +96,8 @@ def streamer() -> Streamer:
 def step(streamer: Streamer) -> None:
     for phase, blocks in ((Phase.FORWARD, range(4)), (Phase.BACKWARD, reversed(range(4)))):
         for block in blocks:
-            with streamer.visit(block, phase) as slot:
-                assert slot.buffer.unique().tolist() == [block + 1]
+            with streamer.visit(block, phase) as lease:
+                assert lease.slot().buffer.unique().tolist() == [block + 1]
 
 
 def test_copies_per_step_are_the_schedules_optimum(streamer: Streamer) -> None:
@@ -172,8 +126,8 @@ def test_a_slot_is_handed_back_after_its_visit_and_not_written_before(streamer: 
     for _ in range(3):
         for phase, blocks in ((Phase.FORWARD, range(4)), (Phase.BACKWARD, reversed(range(4)))):
             for block in blocks:
-                with streamer.visit(block, phase) as slot:
-                    events.append(("use", slot.index))
+                with streamer.visit(block, phase) as lease:
+                    events.append(("use", lease.slot().index))
     for index in (0, 1):
         mine = [what for what, slot in events if slot == index]
         assert "use" in mine
@@ -197,8 +151,8 @@ def test_resident_blocks_travel_once(count: int) -> None:
     store.slab(sorted(homes)[0]).add_(100)  # a change in the store comes through only when it is announced
     step(streamer)
     streamer.forget()
-    with streamer.visit(sorted(homes)[0], Phase.FORWARD) as slot:
-        assert slot.buffer.unique().tolist() == [sorted(homes)[0] + 101]
+    with streamer.visit(sorted(homes)[0], Phase.FORWARD) as lease:
+        assert lease.slot().buffer.unique().tolist() == [sorted(homes)[0] + 101]
 
 
 class Event:
@@ -262,12 +216,66 @@ def test_counts_per_step() -> None:
     assert on_cpu["stall_s_per_step"] is on_cpu["link_share"] is None
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_block_that_is_taken_out_gives_its_slot_back_at_once(slots: int) -> None:
+    store = PageableStore([8] * 6)
+    for layer in range(6):
+        store.slab(layer).fill_(layer + 1)
+    streamer = Streamer(store, make_slots([8] * slots, CPU), HostTransfer(), [(layer,) for layer in range(6)])
+    outside = torch.zeros(8, dtype=torch.uint8)
+
+    def visit(block: int, phase: Phase) -> None:
+        with streamer.visit(block, phase) as lease:
+            if not lease.held:
+                lease.hold(lambda slot: outside.copy_(slot.buffer))
+            assert outside.unique().tolist() == [block + 1]
+
+    for _ in range(4):
+        before = streamer.counts.copies
+        for phase, blocks in ((Phase.FORWARD, range(6)), (Phase.BACKWARD, reversed(range(6)))):
+            for block in blocks:
+                visit(block, phase)
+    assert streamer.counts.copies - before == 2 * 6 - 2 * slots == streamer.training.copies_per_period(holding=True)
+    assert streamer.counts.late == 1  # only the very first; with one slot too, the next copy starts in good time
+    streamer.forget()
+    store.slab(0).add_(100)
+    with streamer.visit(0, Phase.FORWARD) as lease:
+        assert not lease.held
+        assert lease.slot().buffer.unique().tolist() == [101]
+
+
+def test_taking_out_that_is_interrupted_holds_nothing(streamer: Streamer) -> None:
+    """The buffers may hold half of either block then."""
+
+    def interrupt(slot: Slot) -> None:
+        raise KeyboardInterrupt
+
+    with streamer.visit(0, Phase.FORWARD) as lease:
+        lease.hold(lambda slot: None)
+        assert lease.held
+    with pytest.raises(KeyboardInterrupt), streamer.visit(1, Phase.FORWARD) as lease:
+        lease.hold(interrupt)
+    assert streamer.held is None
+    step(streamer)
+
+
+def test_a_held_block_that_is_wanted_in_a_slot_after_all(streamer: Streamer) -> None:
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        for block in range(4):
+            with streamer.visit(block, phase) as lease:
+                lease.hold(lambda slot: None)
+            with streamer.visit(block, phase) as lease:
+                assert lease.held
+                assert lease.slot().buffer.unique().tolist() == [block + 1]
+    step(streamer)
+
+
 def test_an_evaluation_in_the_middle_only_costs_copies(streamer: Streamer) -> None:
     step(streamer)
     streamer.expect(streamer.inference)
     for block in range(4):
-        with streamer.visit(block, Phase.FORWARD) as slot:
-            assert slot.buffer.unique().tolist() == [block + 1]
+        with streamer.visit(block, Phase.FORWARD) as lease:
+            assert lease.slot().buffer.unique().tolist() == [block + 1]
     streamer.expect(streamer.training)
     step(streamer)
 
@@ -276,18 +284,20 @@ def test_visits_in_any_order_are_right(streamer: Streamer) -> None:
     order = random.Random(0)
     for _ in range(100):
         block = order.randrange(4)
-        with streamer.visit(block, order.choice(list(Phase))) as slot:
-            assert slot.buffer.unique().tolist() == [block + 1]
+        with streamer.visit(block, order.choice(list(Phase))) as lease:
+            assert lease.slot().buffer.unique().tolist() == [block + 1]
 
 
 def test_more_visits_at_a_time_than_slots_are_refused(streamer: Streamer) -> None:
     with (
-        streamer.visit(0, Phase.FORWARD),
-        streamer.visit(1, Phase.FORWARD),
-        pytest.raises(StreamError, match="no slot is free for block 2"),
-        streamer.visit(2, Phase.FORWARD),
+        streamer.visit(0, Phase.FORWARD) as first,
+        streamer.visit(1, Phase.FORWARD) as second,
+        streamer.visit(2, Phase.FORWARD) as third,
     ):
-        pass
+        assert first.slot() is not second.slot()
+        with pytest.raises(StreamError, match="no slot is free for block 2"):
+            third.slot()
+    step(streamer)
 
 
 def test_a_copy_that_fails_leaves_an_empty_slot(streamer: Streamer) -> None:
@@ -309,7 +319,8 @@ def test_a_copy_that_fails_leaves_an_empty_slot(streamer: Streamer) -> None:
 
 def test_a_visit_that_fails_gives_its_slot_back(streamer: Streamer) -> None:
     for _ in range(5):
-        with pytest.raises(RuntimeError, match="boom"), streamer.visit(1, Phase.FORWARD):
+        with pytest.raises(RuntimeError, match="boom"), streamer.visit(1, Phase.FORWARD) as lease:
+            lease.slot()
             raise RuntimeError("boom")
     step(streamer)
 

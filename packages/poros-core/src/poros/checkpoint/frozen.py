@@ -45,6 +45,11 @@ class FrozenTensor:
     attribute: str
     part: str = ""
 
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether it belongs to a 4-bit weight: its codes, or one of the tensors that say what they mean."""
+        return bool(self.part) or isinstance(self.owner._parameters.get(self.attribute), bnb.nn.Params4bit)
+
     def get(self) -> Tensor:
         """The tensor that is there now."""
         if self.part:

@@ -84,9 +84,11 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
         StreamError: a function didn't run the model exactly once, drew random numbers after the layers, or changed
             adapters, mode or dropout.
     """
+    keeps_all = len(engine.executor.keeping) == len(engine.executor)  # nothing travels, and nothing need be run again
+    if len(micro_steps) == 1 or keeps_all:
+        return [step() for step in micro_steps]
     adapters = [engine.executor.adapters(block) for block in range(len(engine.executor))]
-    keeps_all = len(engine.executor.keeping) == len(adapters)  # nothing travels, and nothing need be run again
-    if len(micro_steps) == 1 or keeps_all or any(_has_hooks(parameter) for block in adapters for parameter in block):
+    if any(_has_hooks(parameter) for block in adapters for parameter in block):
         return [step() for step in micro_steps]
     device = engine.device
     start, on_host = rng_state(device), torch.get_rng_state()

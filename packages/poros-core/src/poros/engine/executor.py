@@ -22,8 +22,7 @@ from poros.engine.signature import LayerSignature, tensors_of
 from poros.engine.template import Template
 from poros.errors import StreamError
 from poros.stream.schedule import Phase
-from poros.stream.slots import Slot
-from poros.stream.streamer import Streamer
+from poros.stream.streamer import Lease, Streamer
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,9 @@ class Batch:
     @classmethod
     def of(cls, calls: Sequence[Call], training: bool) -> Batch:
         """A forward pass with these arguments."""
-        tensors = {id(tensor): tensor for call in calls for tensor in tensors_of(call)} if training else {}
+        # Layers of a kind are called with the same objects, as a rule; each lot is looked through once.
+        lots = {tuple(map(id, (*call.args, *call.kwargs.values()))): call for call in calls} if training else {}
+        tensors = {id(tensor): tensor for call in lots.values() for tensor in tensors_of(call)}
         return cls(tuple(calls), tuple((tensor, tensor._version) for tensor in tensors.values()))
 
     def check_unchanged(self) -> None:
@@ -162,9 +163,9 @@ class EagerExecutor:
 
     @contextmanager
     def visiting(self, block: int, phase: Phase) -> Iterator[Visit]:
-        """Hold a block, its bytes arrived, for as long as it is used."""
-        with self._streamer.visit(block, phase) as slot, ExitStack() as bindings:
-            yield self._visit(block, slot, bindings)
+        """Use a block, for as long as that takes."""
+        with self._streamer.visit(block, phase) as lease, ExitStack() as bindings:
+            yield self._visit(block, lease, bindings)
 
     def check_unchanged(self, block: int, signature: BlockSignature) -> None:
         """Refuse a backward pass through a block that isn't as it was in the forward pass.
@@ -178,24 +179,24 @@ class EagerExecutor:
                 "the block is run again for the backward pass and must be as it was; change them after it",
             )
 
-    def _visit(self, block: int, slot: Slot, bindings: ExitStack) -> Visit:
-        return Visit(self._blocks[block], self._starts[block], slot, bindings)
+    def _visit(self, block: int, lease: Lease, bindings: ExitStack) -> Visit:
+        return Visit(self._blocks[block], self._starts[block], lease, bindings)
 
 
 class Visit:
-    """A block in its slot, ready to be run any number of times.
+    """A block that can be run any number of times.
 
     Args:
         templates: Of its layers.
         start: Index of its first layer.
-        slot: Where its bytes lie.
+        lease: Gives the slot in which its bytes lie.
         bindings: Undone when the visit ends.
     """
 
-    def __init__(self, templates: Sequence[Template], start: int, slot: Slot, bindings: ExitStack) -> None:
+    def __init__(self, templates: Sequence[Template], start: int, lease: Lease, bindings: ExitStack) -> None:
         self._templates = templates
         self._start = start
-        self._slot = slot
+        self._lease = lease
         self._bindings = bindings
         self._bound = False
 
@@ -272,10 +273,11 @@ class Visit:
     def _bind(self) -> None:
         if self._bound:
             return
+        slot = self._lease.slot()
         self._bound = True
         start = 0
         for template in self._templates:
-            self._bindings.enter_context(template.bound(self._slot, start))
+            self._bindings.enter_context(template.bound(slot, start))
             start += template.packing.nbytes
 
 

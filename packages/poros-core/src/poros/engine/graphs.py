@@ -24,6 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from torch import Tensor
 from poros.checkpoint.frozen import frozen_tensors
 from poros.engine.chain import Link, record_chain
 from poros.engine.executor import Batch, EagerExecutor, Surroundings, Visit, set_rng_state
+from poros.engine.kernels.linear import FusedLinear4bit, can_fuse, matches
+from poros.engine.outside import Buffers, put_outside, take_out
 from poros.engine.prologue import Call
 from poros.engine.replay import (
     GraphBatch,
@@ -56,7 +59,7 @@ from poros.engine.signature import (
 from poros.engine.template import Template
 from poros.stream.schedule import Phase
 from poros.stream.slots import Slot
-from poros.stream.streamer import Streamer
+from poros.stream.streamer import Lease, Streamer
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +72,8 @@ class GraphExecutor(EagerExecutor):
         blocks: The templates of each block's layers.
         kinds: The layer kind of each layer.
         keeping: Blocks whose activations are kept.
-        restore_once: Whether every visit restores its weights once for all uses, or only one that runs several times.
+        restore_once: Whether every visit takes its block out of the slot (see `poros.engine.outside`), or only one that
+            runs the block several times.
         max_shapes: Batch shapes whose graphs are kept; the least recently used go first.
         fuse: Whether to restore weights with Poros's own kernel where it gives the same bits.
 
@@ -101,19 +105,31 @@ class GraphExecutor(EagerExecutor):
         self._max_shapes = max_shapes
         self._fuse = fuse
         self._shapes: OrderedDict[Signature, ShapeGraphs] = OrderedDict()
-        self._restored: dict[Signature, Tensor] = {}
+        self._buffers: Buffers = {}
+        self._takings: dict[Signature, dict[int, Callable[[], None]]] = {}
+        self._taking_pool = Pool()
         self._tried: dict[Signature, bool] = {}
         self._hooked: set[int] = set()
         self._chain_pool = Pool()
-        self._stream: Any = None
         self._layouts = [
             tuple((id(template.packing), self._kinds[start + position]) for position, template in enumerate(block))
             for start, block in zip(self._starts, self._blocks, strict=False)
         ]
 
-    def key(self, block: int, slot: Slot) -> Signature:
-        """What a block's graphs in a slot are filed under, as the block is now."""
-        return (self._layouts[block], self.signature(block), slot.index)
+    def key(self, block: int, slot: Slot | None = None) -> Signature:
+        """What a block's graphs, in a slot or outside one, are filed under, as the block is now."""
+        return (self._layouts[block], self.signature(block), None if slot is None else slot.index)
+
+    def takes_out(self, block: int) -> Callable[[Slot], None] | None:
+        """What takes a block out of its slot, if that has been recorded."""
+        takings = self._takings.get(self._layouts[block], {})
+        if not all(slot.index in takings for slot in self._slots_of(block)):
+            return None
+        return lambda slot: takings[slot.index]()
+
+    def _slots_of(self, block: int) -> Sequence[Slot]:
+        home = self._streamer.homes.get(block)
+        return self._streamer.slots if home is None else (home,)
 
     # -- before a forward pass ----------------------------------------------------------------------------------------
 
@@ -136,7 +152,12 @@ class GraphExecutor(EagerExecutor):
     def _graphs_for(self, hidden: Tensor, calls: Sequence[Call], repeated: bool) -> ShapeGraphs:
         """The graphs of a batch shape; empty ones for a new shape."""
         by_kind: dict[str, tuple[Call, Signature]] = {}
+        seen_objects: set[Signature] = set()
         for kind, call in zip(self._kinds, calls, strict=True):
+            objects = (kind, *call.kwargs, *map(id, (*call.args, *call.kwargs.values())))
+            if objects in seen_objects:
+                continue
+            seen_objects.add(objects)
             signature = call_signature(call)
             if by_kind.setdefault(kind, (call, signature))[1] != signature:
                 raise CannotRecordError(f"layers of kind {kind!r} are called in different ways")
@@ -171,7 +192,7 @@ class GraphExecutor(EagerExecutor):
         """Record what isn't there yet; `graphs` is full afterwards if the card has no room for it."""
         if graphs.full:
             return
-        wanted: dict[Signature, tuple[int, Slot]] = {}
+        wanted: dict[Signature, list[int]] = {}
         chain: dict[int, Slot] = {}
         for block in range(len(self)):
             hook = next((signature.hook for signature in self.signature(block) if signature.hook), None)
@@ -179,16 +200,10 @@ class GraphExecutor(EagerExecutor):
                 if block not in self._hooked:
                     log.warning("block %d runs eagerly: a hook is registered on %s of a layer", block, hook)
                     self._hooked.add(block)
-                continue
-            home = self._streamer.homes.get(block)
-            if graphs.chained and block in self.keeping:
-                assert home is not None
-                chain[block] = home
-                continue
-            for slot in self._streamer.slots if home is None else (home,):
-                key = self.key(block, slot)
-                if key not in graphs.recorded:
-                    wanted.setdefault(key, (block, slot))
+            elif graphs.chained and block in self.keeping:
+                chain[block] = self._streamer.homes[block]
+            elif not self._is_recorded(graphs, block):
+                wanted.setdefault(self.key(block), []).append(block)
         chain_is_old = any(not self.link_is_current(graphs, block) for block in chain)
         graphs.stale = False
         if not wanted and not chain_is_old:
@@ -196,20 +211,23 @@ class GraphExecutor(EagerExecutor):
         began = time.perf_counter()
         device = graphs.hidden.device
         surroundings = Surroundings.now(device)
+        known = set(graphs.recorded)
+        self._streamer.held = None  # warming up overwrites what was taken out
         try:
-            for key, (block, slot) in wanted.items():
-                copies = self._copies(graphs, block, surroundings)
-                graphs.recorded[key] = self._record_block(graphs, copies, slot, surroundings)
+            for blocks in wanted.values():
+                self._record_blocks(graphs, blocks, surroundings)
             if chain_is_old:
                 self._record_chain(graphs, chain, surroundings)
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
             graphs.full = True
-            for key in wanted:  # the others may belong to a batch that is still on its way back
-                graphs.recorded.pop(key, None)
+            for key in set(graphs.recorded) - known:  # the others may belong to a batch that is still on its way back
+                del graphs.recorded[key]
             graphs.chain.clear()
-            self._restored.clear()
+            if not any(shape.recorded for shape in self._shapes.values()):
+                self._takings.clear()
+                self._buffers.clear()
             log.warning(
                 "no room to record graphs for %s; such batches run eagerly, which is slower and gives the same numbers",
                 " x ".join(map(str, graphs.hidden.shape)),
@@ -218,24 +236,45 @@ class GraphExecutor(EagerExecutor):
         finally:
             set_rng_state(surroundings.rng, device)
             self.record_seconds += time.perf_counter() - began
-        log.info("recorded %d graphs for %s", 2 * (len(wanted) + len(chain)), tuple(graphs.hidden.shape))
+        log.info("recorded graphs for %s", tuple(graphs.hidden.shape))
 
-    def _copies(self, graphs: ShapeGraphs, block: int, surroundings: Surroundings) -> list[LayerCopy]:
-        """Copies of a block's layers, made when they are first wanted."""
-        found, fresh = [], []
-        layers = zip(self._blocks[block], self._layouts[block], self.signature(block), strict=True)
-        for position, (template, layout, signature) in enumerate(layers):
-            made = graphs.copies.get((position, layout, signature))
-            if made is None:
-                made = self._copy(template, layout[1])
-                graphs.copies[position, layout, signature] = made
-                fresh.append(made)
-            found.append(made)
-        if fresh:
-            self._fuse_linears(graphs, found, fresh, block, surroundings)
+    def _is_recorded(self, graphs: ShapeGraphs, block: int) -> bool:
+        if self.key(block) in graphs.recorded:
+            return self.takes_out(block) is not None
+        return all(self.key(block, slot) in graphs.recorded for slot in self._slots_of(block))
+
+    def _record_blocks(self, graphs: ShapeGraphs, blocks: Sequence[int], surroundings: Surroundings) -> None:
+        """Record what is missing for blocks that are alike."""
+        first = blocks[0]
+        lot = self.key(first)
+        if lot not in graphs.copies:
+            copies = [
+                self._copy(template, kind)
+                for template, (_, kind) in zip(self._blocks[first], self._layouts[first], strict=True)
+            ]
+            self._fuse_linears(graphs, copies, first, surroundings)
             if graphs.restore_once:
-                self._share_restored(found, fresh)
-        return found
+                put_outside(copies, self._buffers)
+            graphs.copies[lot] = copies
+        copies = graphs.copies[lot]
+        slots = {slot.index: slot for block in blocks for slot in self._slots_of(block)}
+        if copies[0].outside:
+            takings = self._takings.setdefault(self._layouts[first], {})
+            for index in slots.keys() - takings.keys():
+                taking = partial(self._take_out, copies, slots[index])
+                self._warm_up(taking)
+                takings[index], _ = self._record(taking, self._taking_pool)
+            if lot not in graphs.recorded:
+                graphs.recorded[lot] = self._record_block(graphs, copies, None, surroundings)
+            return
+        for slot in slots.values():
+            if self.key(first, slot) not in graphs.recorded:
+                graphs.recorded[self.key(first, slot)] = self._record_block(graphs, copies, slot, surroundings)
+
+    @staticmethod
+    def _take_out(copies: Sequence[LayerCopy], slot: Slot) -> Results:
+        take_out(copies, slot)
+        return []
 
     def _copy(self, template: Template, kind: str) -> LayerCopy:
         layer = copy.deepcopy(template.layer)
@@ -243,56 +282,31 @@ class GraphExecutor(EagerExecutor):
         return LayerCopy(Template(layer, frozen_tensors(layer), template.packing), adapters, kind)
 
     def _fuse_linears(
-        self,
-        graphs: ShapeGraphs,
-        copies: Sequence[LayerCopy],
-        fresh: Sequence[LayerCopy],
-        block: int,
-        surroundings: Surroundings,
+        self, graphs: ShapeGraphs, copies: Sequence[LayerCopy], block: int, surroundings: Surroundings
     ) -> None:
         """Use fused linear layers in the copies where, with this block's weights, they give the same bits."""
-        if not self._fuse or not graphs.hidden.is_cuda:
+        layers = [layer for made in copies for layer in made.template.layer.modules() if can_fuse(layer)]
+        if not self._fuse or not layers:
             return
-        from poros.engine.kernels.linear import FusedLinear4bit, can_fuse, matches
-
-        rows = graphs.hidden.numel() // graphs.hidden.shape[-1]
-        with self._streamer.visit(block, Phase.FORWARD) as slot, bound(copies, slot), surroundings.autocasting():
-            for made in fresh:
-                for layer in made.template.layer.modules():
-                    if not can_fuse(layer):
-                        continue
-                    key = (layer.out_features, layer.in_features, layer.bias is not None, rows, graphs.hidden.dtype)
-                    if key not in self._tried:
-                        self._tried[key] = matches(layer, rows, graphs.hidden.dtype)
-                        if not self._tried[key]:
-                            log.warning("the fused kernel differs from bitsandbytes at %s; not used there", key[:2])
-                    if self._tried[key]:
-                        layer.__class__ = FusedLinear4bit
-
-    def _share_restored(self, copies: Sequence[LayerCopy], fresh: Sequence[LayerCopy]) -> None:
-        """Give fused layers a buffer for their restored weight. Copies at one position of a block, of any batch shape,
-        share their buffers: no two of them run at a time."""
-        if not any(
-            getattr(layer, "restored", ...) is None for made in fresh for layer in made.template.layer.modules()
+        rows, dtype = graphs.hidden.numel() // graphs.hidden.shape[-1], graphs.hidden.dtype
+        with (
+            self._streamer.visit(block, Phase.FORWARD) as lease,
+            bound(copies, lease.slot()),
+            surroundings.autocasting(),
         ):
-            return  # none is fused; without a GPU the module with the kernel can't even be imported
-        from poros.engine.kernels.linear import FusedLinear4bit
-
-        for position, made in enumerate(copies):
-            if not any(made is other for other in fresh):
-                continue
-            for name, layer in made.template.layer.named_modules():
-                if isinstance(layer, FusedLinear4bit):
-                    shape = (layer.out_features, layer.in_features)
-                    key = (position, name, shape)
-                    if key not in self._restored:
-                        self._restored[key] = torch.empty(shape, dtype=torch.bfloat16, device=layer.weight.device)
-                    layer.restored = self._restored[key]
+            for layer in layers:
+                key = (layer.out_features, layer.in_features, layer.bias is not None, rows, dtype)
+                if key not in self._tried:
+                    self._tried[key] = matches(layer, rows, dtype)
+                    if not self._tried[key]:
+                        log.warning("the fused kernel differs from bitsandbytes at %s; not used there", key[:2])
+                if self._tried[key]:
+                    layer.__class__ = FusedLinear4bit
 
     # -- recording ----------------------------------------------------------------------------------------------------
 
     def _record_block(
-        self, graphs: ShapeGraphs, copies: Sequence[LayerCopy], slot: Slot, surroundings: Surroundings
+        self, graphs: ShapeGraphs, copies: Sequence[LayerCopy], slot: Slot | None, surroundings: Surroundings
     ) -> Recorded:
         adapters = [parameter for made in copies for parameter in made.adapters]
 
@@ -310,26 +324,13 @@ class GraphExecutor(EagerExecutor):
                 with torch.autocast(graphs.hidden.device.type, enabled=False):
                     return list(torch.autograd.grad(output, [leaf, *adapters], graphs.gradient, allow_unused=True))
 
-        def restore() -> Results:
-            with bound(copies, slot), torch.no_grad():
-                for layer in restorable:
-                    layer.restore()
-            return []
-
-        restorable: list[Any] = [
-            layer
-            for made in copies
-            for layer in made.template.layer.modules()
-            if getattr(layer, "restored", None) is not None
-        ]
-        for run in (restore, forward, backward):
+        for run in (forward, backward):
             self._warm_up(run)
-        replay_restore = self._record(restore, graphs.pool)[0] if restorable else None
         replay_forward, (output,) = self._record(forward, graphs.pool)
         replay_backward, gradients = self._record(backward, graphs.pool)
         assert output is not None
         loose = [parameter for made in copies for parameter in made.template.loose()]
-        return Recorded(loose, replay_forward, output, replay_backward, gradients, replay_restore)
+        return Recorded(loose, replay_forward, output, replay_backward, gradients, slot is None)
 
     def _record_chain(self, graphs: ShapeGraphs, homes: dict[int, Slot], surroundings: Surroundings) -> None:
         """Record the blocks that keep their activations."""
@@ -342,7 +343,7 @@ class GraphExecutor(EagerExecutor):
             ]
             live = [parameter for template in self._blocks[block] for parameter in template.loose()]
             static = [parameter for made in copies for parameter in made.template.loose()]
-            self._fuse_linears(graphs, copies, copies, block, surroundings)
+            self._fuse_linears(graphs, copies, block, surroundings)
             links.append(Link(block, home, self.signature(block), copies, live, static))
         record_chain(links, graphs, surroundings, self._warm_up, self._record, self._chain_pool)
         graphs.chain.update((link.block, link) for link in links)
@@ -355,20 +356,17 @@ class GraphExecutor(EagerExecutor):
     def _warm_up(self, run: Callable[[], Results]) -> None:
         """Run a function once before it is recorded: kernels are compiled and tuned at their first launch."""
         device = self._streamer.device
-        if self._stream is None:
-            # One stream for every warm-up and recording: each new one costs a cuBLAS workspace.
-            self._stream = torch.cuda.Stream(device)
-        current = torch.cuda.current_stream(device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        current, stream = torch.cuda.current_stream(device), recording_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             run()
-        current.wait_stream(self._stream)
+        current.wait_stream(stream)
 
     def _record(self, run: Callable[[], Results], pool: Pool) -> tuple[Callable[[], None], Results]:
         """Record a function's kernels; returns what replays them, and the tensors in which the results will lie."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), recording_stream(self._streamer.device)
         # Other threads (a DataLoader that pins memory) may go on using CUDA while this one records.
-        with torch.cuda.graph(graph, pool=pool.handle, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
             results = run()
         pool.handle = graph.pool()
         self.num_recorded += 1
@@ -376,12 +374,18 @@ class GraphExecutor(EagerExecutor):
 
     # -- replaying ----------------------------------------------------------------------------------------------------
 
-    def _visit(self, block: int, slot: Slot, bindings: ExitStack) -> Visit:
-        return GraphVisit(self._blocks[block], self._starts[block], slot, bindings, block, self)
+    def _visit(self, block: int, lease: Lease, bindings: ExitStack) -> Visit:
+        return GraphVisit(self._blocks[block], self._starts[block], lease, bindings, block, self)
 
     def layer_kind(self, layer: int) -> str:
         """The kind of a layer of the model."""
         return self._kinds[layer]
+
+
+@cache
+def recording_stream(device: torch.device) -> Any:
+    """The stream for every warm-up and recording on a device: each new one would cost a cuBLAS workspace."""
+    return torch.cuda.Stream(device)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

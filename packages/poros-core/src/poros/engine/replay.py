@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from poros.engine.executor import Batch, Surroundings, Visit
 from poros.engine.prologue import Call
-from poros.engine.signature import LayerSignature, Signature, map_tensors, tensors_of
+from poros.engine.signature import Signature, map_tensors, tensors_of
 from poros.engine.template import Template
 from poros.stream.slots import Slot
+from poros.stream.streamer import Lease
 
 if TYPE_CHECKING:
     from poros.engine.chain import Link
@@ -31,23 +32,26 @@ class LayerCopy:
         template: Over the copy.
         adapters: Its trainable parameters, static buffers.
         kind: The layer kind, which says with which arguments it is called.
+        outside: Whether everything in its slot is taken out at the begin of a visit: 4-bit weights are restored into
+            buffers, the rest is copied. It is recorded without a slot then.
     """
 
     template: Template
     adapters: list[nn.Parameter]
     kind: str
+    outside: bool = False
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The two recorded directions of a block in a slot.
+    """The two recorded directions of a block.
 
     Attributes:
         loose: The static adapters of the block, trained or not.
         forward, backward: Start a replay.
         output: Where the forward graph leaves the block's output.
         gradients: Where the backward graph leaves the gradients of the input and of the adapters.
-        restore: Restores the block's 4-bit weights for all replays of a visit; None if each replay does so itself.
+        outside: Whether the block must be taken out of its slot first; otherwise it is read where it lies.
     """
 
     loose: list[nn.Parameter]
@@ -55,7 +59,7 @@ class Recorded:
     output: Tensor
     backward: Callable[[], None]
     gradients: Results
-    restore: Callable[[], None] | None
+    outside: bool
 
 
 @dataclass
@@ -77,10 +81,10 @@ class ShapeGraphs:
         hidden, gradient: Static input and output gradient of a block, [batch, tokens, hidden].
         calls: Static arguments of each layer kind.
         loaded: For each layer kind, the tensors (and their versions) whose values its static arguments hold now.
-        restore_once: Whether a visit restores its weights once for all their uses.
+        restore_once: Whether a visit restores its weights once for all their uses, where that can be done.
         chained: Whether the blocks that keep their activations do so here.
-        copies: (position in the block, layout, layer signature) -> the copy.
-        recorded: Key of a block in a slot -> graphs.
+        copies: Key of a block outside a slot -> the copies of its layers.
+        recorded: Key of a block, in a slot or outside one -> graphs.
         chain: Block -> its graphs, for blocks that keep their activations.
         pool: For the graphs in `recorded`.
         stale: Whether something was missing when it was last looked for.
@@ -93,7 +97,7 @@ class ShapeGraphs:
     loaded: dict[str, list[tuple[Tensor, int] | None]]
     restore_once: bool
     chained: bool
-    copies: dict[tuple[int, Signature, LayerSignature], LayerCopy] = field(default_factory=dict)
+    copies: dict[Signature, list[LayerCopy]] = field(default_factory=dict)
     recorded: dict[Signature, Recorded] = field(default_factory=dict)
     chain: dict[int, Link] = field(default_factory=dict)
     pool: Pool = field(default_factory=Pool)
@@ -126,10 +130,10 @@ class KeptInGraph:
 
 
 class GraphVisit(Visit):
-    """A block in its slot that is run by replaying graphs.
+    """A block that is run by replaying graphs.
 
     Args:
-        templates, start, slot, bindings: As for any visit.
+        templates, start, lease, bindings: As for any visit.
         block: Which block.
         executor: Whose graphs.
     """
@@ -138,15 +142,14 @@ class GraphVisit(Visit):
         self,
         templates: Sequence[Template],
         start: int,
-        slot: Slot,
+        lease: Lease,
         bindings: ExitStack,
         block: int,
         executor: GraphExecutor,
     ) -> None:
-        super().__init__(templates, start, slot, bindings)
+        super().__init__(templates, start, lease, bindings)
         self._block = block
         self._executor = executor
-        self._key: Signature | None = None
         self._ready: Recorded | None = None
 
     def forward(self, hidden: Tensor, batch: Batch, surroundings: Surroundings) -> Tensor:
@@ -156,7 +159,6 @@ class GraphVisit(Visit):
         with torch.no_grad():
             self._executor.latest_pass = batch.number
             self._place(hidden, batch)
-            self._prepare(recorded)
             recorded.forward()
             return recorded.output.clone()
 
@@ -169,6 +171,7 @@ class GraphVisit(Visit):
             batch.graphs.stale = True
             return super().forward_keeping(hidden, batch, surroundings, needs_hidden)
         link = batch.graphs.chain[self._block]
+        self._lease.slot()  # the graphs read it
         with torch.no_grad():
             self._executor.latest_pass = batch.number
             self._place(hidden, batch)
@@ -190,6 +193,7 @@ class GraphVisit(Visit):
         if isinstance(kept, KeptInGraph) and isinstance(batch, GraphBatch):
             if autocast or self._executor.latest_pass != kept.number:
                 return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden)
+            self._lease.slot()
             with torch.no_grad():
                 link = batch.graphs.chain[self._block]
                 batch.graphs.gradient.copy_(gradient)
@@ -200,32 +204,33 @@ class GraphVisit(Visit):
             return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden, kept)
         with torch.no_grad(), surroundings.restored():
             self._place(hidden, batch)
-            self._prepare(recorded)
             batch.graphs.gradient.copy_(gradient)
             recorded.backward()
             return _taken(recorded.gradients, needs_hidden)
 
     def _recorded(self, batch: Batch) -> Recorded | None:
-        """The graphs to replay; None if there are none for the block as it is."""
+        """The graphs to replay, everything they read but input and arguments in place; None if there are none."""
         if not isinstance(batch, GraphBatch):
             return None
-        if self._key is None:
-            self._key = self._executor.key(self._block, self._slot)
-        found = batch.graphs.recorded.get(self._key)
-        if found is None:
+        recorded = batch.graphs.recorded.get(self._executor.key(self._block))
+        take_out = self._executor.takes_out(self._block)
+        if recorded is None:
+            slot = self._lease.slot()
+            recorded = batch.graphs.recorded.get(self._executor.key(self._block, slot))
+        elif take_out is None:
+            recorded = None
+        if recorded is None:
             batch.graphs.stale = True
-        return found
-
-    def _prepare(self, recorded: Recorded) -> None:
-        """Put adapters and weights in place. Once a visit: neither changes while a block is in its slot."""
-        if recorded is self._ready:
-            return
-        self._ready = recorded
-        live: list[Tensor] = [parameter for template in self._templates for parameter in template.loose()]
-        if live:
-            torch._foreach_copy_(list[Tensor](recorded.loose), live)
-        if recorded.restore is not None:
-            recorded.restore()
+        elif recorded is not self._ready:
+            # Once a visit: neither adapters nor weights change meanwhile.
+            self._ready = recorded
+            if recorded.outside and take_out is not None and not self._lease.held:
+                self._lease.hold(take_out)
+            live: list[Tensor] = [parameter for template in self._templates for parameter in template.loose()]
+            if live:
+                with torch.no_grad():
+                    torch._foreach_copy_(list[Tensor](recorded.loose), live)
+        return recorded
 
     def _place(self, hidden: Tensor, batch: GraphBatch) -> None:
         """Copy input and arguments into the static buffers, those that aren't there already."""
@@ -248,10 +253,11 @@ def _taken(static: Results, needs_hidden: bool) -> tuple[Tensor | None, list[Ten
     """The gradients a replay has left, copied out before the next one."""
     first, *of_adapters = static
     gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in of_adapters]
-    torch._foreach_copy_(
-        [tensor for tensor in gradients if tensor is not None],
-        [tensor for tensor in of_adapters if tensor is not None],
-    )
+    if any(tensor is not None for tensor in gradients):
+        torch._foreach_copy_(
+            [tensor for tensor in gradients if tensor is not None],
+            [tensor for tensor in of_adapters if tensor is not None],
+        )
     return (first.clone() if needs_hidden and first is not None else None), gradients
 
 
@@ -280,11 +286,12 @@ def run_copies(copies: Sequence[LayerCopy], hidden: Tensor, graphs: ShapeGraphs)
 
 
 @contextmanager
-def bound(copies: Sequence[LayerCopy], slot: Slot) -> Iterator[None]:
-    """Every copy of a block bound to its place in a slot."""
+def bound(copies: Sequence[LayerCopy], slot: Slot | None) -> Iterator[None]:
+    """Every copy of a block bound to its place in a slot; without one, as they are."""
     with ExitStack() as bindings:
         start = 0
-        for made in copies:
+        for made in copies if slot is not None else ():
+            assert slot is not None
             bindings.enter_context(made.template.bound(slot, start))
             start += made.template.packing.nbytes
         yield

@@ -28,13 +28,16 @@ class Template:
         layer: The live module.
         places: Its frozen tensors.
         packing: Their layout in a slab, field by field in the order of `places`.
+
+    Attributes:
+        watch: Tells when something else about the layer has changed.
     """
 
     def __init__(self, layer: nn.Module, places: Sequence[FrozenTensor], packing: Packing) -> None:
         self.layer = layer
         self.packing = packing
         self.watch = LayerWatch(layer)
-        self._places = tuple(places)
+        self.places = tuple(places)
         self._placeholders = tuple(place.get() for place in places)
         self._parameters = [
             (place, place.owner._parameters[place.attribute])
@@ -62,12 +65,12 @@ class Template:
         views = self._views.get(key)
         if views is None:
             views = self._views[key] = tuple(self.packing.views(slot.buffer, start))
-        for place, view in zip(self._places, views, strict=True):
+        for place, view in zip(self.places, views, strict=True):
             place.set(view)
         try:
             yield
         finally:
-            for place, empty in zip(self._places, self._placeholders, strict=True):
+            for place, empty in zip(self.places, self._placeholders, strict=True):
                 place.set(empty)
 
     def run(self, hidden: Tensor, call: Call) -> Tensor:

@@ -6,6 +6,7 @@ random weights, and what a layer costs is the difference. Nothing of the checkpo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import logging
@@ -71,7 +72,7 @@ def needed_on_gpu(
         _free()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        model = get_peft_model(random_resident(architecture, config, device, num_layers), lora)
+        model = get_peft_model(random_resident(architecture, config, device, num_layers), copy.deepcopy(lora))
         train(model, DecoderParts.of(model, architecture).layers, dataclasses.replace(work, steps=1), device)
         peak = torch.cuda.max_memory_allocated(device) - before
         del model

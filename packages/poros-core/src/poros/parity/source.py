@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -61,6 +62,10 @@ class Setting:
     plugins: Plugins
     num_layers: int | None = None
 
+    def own_lora(self) -> LoraConfig:
+        """A copy of the adapters' config: peft writes into it the names of one model's layers."""
+        return copy.deepcopy(self.lora)
+
     @property
     def cut(self) -> str:
         """For a model's name in a receipt."""
@@ -82,7 +87,7 @@ class CheckpointSource:
         self._setting = setting
         self._streamed = load(
             self._directory,
-            lora=setting.lora,
+            lora=setting.own_lora(),
             seed=setting.seed,
             **setting.stream.model_dump(),
             device=setting.device,
@@ -93,7 +98,7 @@ class CheckpointSource:
     def stock(self) -> Any:
         setting = self._setting
         try:
-            return load_stock(self._directory, setting.lora, setting.seed, setting.device, setting.num_layers)
+            return load_stock(self._directory, setting.own_lora(), setting.seed, setting.device, setting.num_layers)
         except torch.OutOfMemoryError as error:
             raise PorosError(
                 f"the stock run needs the whole model on {setting.device}, and it doesn't fit there",
@@ -125,7 +130,7 @@ class ShapeSource:
         setting = self._setting
         base = random_resident(self.architecture, self._shape.config, setting.device, setting.num_layers, setting.seed)
         torch.manual_seed(setting.seed)
-        return get_peft_model(base, setting.lora)
+        return get_peft_model(base, setting.own_lora())
 
     def stock(self) -> Any:
         return self._model

@@ -8,6 +8,10 @@ training step of `L` blocks costs `2L - 2k` copies, which is the optimum.
 
     >>> Schedule.training(num_blocks=4, num_slots=2).copies_per_period()
     4
+
+A visit that takes what it needs out of its slot at once (it restores the weights into a buffer of their own) gives the
+slot back there and then, and *holds* its block until the next visit takes something out. At the two turns the next
+visit is of the same block and needs no slot. That saves no copy, but the next one can start before the turn is over.
 """
 
 from __future__ import annotations
@@ -93,15 +97,25 @@ class Schedule:
         """How many visits after `position` the block is next visited; 0 when the visit at `position` is its own."""
         return min((use - position) % len(self.visits) for use in self._uses[block])
 
-    def next_copy(self, position: int, contents: Sequence[int | None], locked: Collection[int] = ()) -> Copy | None:
+    def next_copy(
+        self,
+        position: int,
+        contents: Sequence[int | None],
+        locked: Collection[int] = (),
+        held: int | None = None,
+    ) -> Copy | None:
         """The copy worth starting now, or None when nothing is missing or nothing may be given up for it.
 
         Args:
             position: The next visit that has not begun (taken modulo the period).
             contents: The block in each slot, or on its way there; None for an empty slot.
             locked: Slots whose block is being used.
+            held: The block that was taken out of its slot last; visits to it that come before any other need no slot.
         """
-        position %= len(self.visits)
+        skipped = 0
+        while skipped < len(self.visits) and self.visits[(position + skipped) % len(self.visits)].block == held:
+            skipped += 1
+        position = (position + skipped) % len(self.visits)
         present = self.resident.union(block for block in contents if block is not None)
         missing = next(
             (
@@ -121,34 +135,46 @@ class Schedule:
             until = len(self.visits) + 1 if held is None else self.distance(held, position)
             if until > ahead and (best is None or until > best[0]):
                 best = (until, slot)
-        return None if best is None else Copy(block, best[1], ahead)
+        return None if best is None else Copy(block, best[1], ahead + skipped)
 
-    def copies(self, periods: int = 1, contents: Sequence[int | None] | None = None) -> list[list[Copy]]:
-        """Play the schedule through and list the copies of each period.
+    def copies(self, periods: int = 1, holding: bool = False) -> list[list[Copy]]:
+        """Play the schedule through from empty slots and list the copies of each period.
 
         Args:
             periods: How many periods to play.
-            contents: What the slots hold at the start; empty slots by default.
+            holding: Whether each visit takes its block out of the slot.
         """
-        slots: list[int | None] = list(contents) if contents is not None else [None] * self.num_slots
+        slots: list[int | None] = [None] * self.num_slots
+        held: int | None = None
         played = []
         for _ in range(periods):
             started: list[Copy] = []
             for position, visit in enumerate(self.visits):
-                self._start(position, slots, (), started)
-                locked = () if visit.block in self.resident else (slots.index(visit.block),)
-                self._start(position + 1, slots, locked, started)
+                locked: tuple[int, ...] = ()
+                if visit.block != held:
+                    self._start(position, slots, (), held, started)
+                    held = visit.block if holding else None
+                    if not holding and visit.block not in self.resident:
+                        locked = (slots.index(visit.block),)
+                self._start(position + 1, slots, locked, held, started)
             played.append(started)
         return played
 
-    def _start(self, position: int, slots: list[int | None], locked: Collection[int], started: list[Copy]) -> None:
-        while (copy := self.next_copy(position, slots, locked)) is not None:
+    def _start(
+        self,
+        position: int,
+        slots: list[int | None],
+        locked: Collection[int],
+        held: int | None,
+        started: list[Copy],
+    ) -> None:
+        while (copy := self.next_copy(position, slots, locked, held)) is not None:
             slots[copy.slot] = copy.block
             started.append(copy)
 
-    def copies_per_period(self) -> int:
+    def copies_per_period(self, holding: bool = False) -> int:
         """Copies of one period in the steady state."""
-        return len(self.copies(periods=3)[-1])
+        return len(self.copies(3, holding)[-1])
 
 
 def evenly_spread(count: int, num_blocks: int) -> frozenset[int]:

@@ -13,7 +13,7 @@ import torch
 
 from poros.errors import StreamError
 from poros.store.store import HostStore
-from poros.stream.schedule import Copy, Phase, Schedule, Visit
+from poros.stream.schedule import Phase, Schedule, Visit
 from poros.stream.slots import Slot
 from poros.stream.transfer import Arrival, Transfer
 
@@ -71,6 +71,55 @@ class StreamCounts:
         }
 
 
+class Lease:
+    """The right to use a block during a visit.
+
+    Args:
+        streamer: Whose block.
+        block: Which.
+        position: Of the visit in the schedule.
+    """
+
+    def __init__(self, streamer: Streamer, block: int, position: int) -> None:
+        self._streamer = streamer
+        self._block = block
+        self._position = position
+        self._slot: Slot | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this block is the one that was last taken out of its slot, so that the slot isn't needed."""
+        return self._streamer.held == self._block
+
+    def slot(self) -> Slot:
+        """The slot in which the block lies, its bytes arrived.
+
+        Raises:
+            StreamError: every slot is in use by a visit further out.
+        """
+        if self._slot is None:
+            self._slot = self._streamer.take(self._block, self._position)
+        return self._slot
+
+    def hold(self, take_out: Callable[[Slot], None]) -> None:
+        """Give the slot back early: everything in it is taken out, and stays outside until another block is held.
+
+        Args:
+            take_out: Starts copying what is in the slot to where it will stay.
+        """
+        slot = self.slot()
+        self._streamer.held = None  # for as long as it isn't sure that all was taken out
+        take_out(slot)
+        self._streamer.held = self._block
+        self.release()
+
+    def release(self) -> None:
+        """Give the slot back."""
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            self._streamer.give_back(slot)
+
+
 class Streamer:
     """Brings blocks from a store into slots.
 
@@ -80,6 +129,9 @@ class Streamer:
         transfer: How they travel.
         blocks: The layers of each block.
         homes: Block -> the slot in which it stays for good, for blocks that are to be resident.
+
+    Attributes:
+        held: The block that was last taken out of its slot with `Lease.hold`, if it is still there.
 
     The order of visits is a forecast, not a rule: a visit that was not the forecast one (an evaluation in the middle of
     training, a forward pass that is never followed by a backward pass) moves the forecast to it, and costs at most a
@@ -108,6 +160,7 @@ class Streamer:
         self._locked: set[int] = set()
         self._at_home: dict[int, Arrival] = {}
         self._position = 0
+        self.held: int | None = None
         self._closed = False
         # No copy may still be under way when slots or store are freed.
         weakref.finalize(self, transfer.close)
@@ -122,39 +175,26 @@ class Streamer:
         self._schedule = schedule
 
     @contextmanager
-    def visit(self, block: int, phase: Phase) -> Iterator[Slot]:
-        """Hold the slot in which a block lies, its bytes arrived, until the visit is over.
+    def visit(self, block: int, phase: Phase) -> Iterator[Lease]:
+        """Use a block: the lease gives its slot, its bytes arrived, until the visit is over or gives it back.
 
         Raises:
-            StreamError: the streamer is closed, or every slot is in use by a visit further out.
+            StreamError: the streamer is closed.
         """
         if self._closed:
             raise StreamError("this model no longer streams: it was detached", "load or attach it again")
         if phase is Phase.BACKWARD:
             self._schedule = self.training  # an evaluation may have come between
-        self._position = self._schedule.position(Visit(block, phase))
-        if block in self.homes:
-            yield self._home(block)
-            return
-        self._fill()
-        if block not in self._contents:
-            raise StreamError(
-                f"no slot is free for block {block}: {len(self._locked)} of {len(self.slots)} are in use",
-                "blocks must be visited one at a time; is the model called from within one of its own layers?",
-            )
-        index = self._contents.index(block)
-        self._locked.add(index)
+        position = self._schedule.position(Visit(block, phase))
+        self._position = position
+        self._fill(needed=True)
+        self._position = position + 1
+        lease = Lease(self, block, position)
         try:
-            self._position += 1
-            self._fill()  # start what comes next before waiting for what is needed now
-            arrival = self._arrivals[index]
-            if arrival is not None:
-                arrival.wait()  # at every visit: another stream may be the current one by now
             self.counts.visits += 1
-            yield self.slots[index]
+            yield lease
         finally:
-            self._transfer.leave(index)
-            self._locked.discard(index)
+            lease.release()
             self._fill()
 
     def close(self) -> None:
@@ -164,12 +204,46 @@ class Streamer:
             self._transfer.close()
 
     def forget(self) -> None:
-        """Treat every slot as empty, for when the store has changed."""
+        """Treat every slot as empty and no block as held, for when the store has changed."""
         if self._locked:
             raise StreamError("the store can't change while a block is in use")
         self._contents = [None] * len(self.slots)
         self._arrivals = [None] * len(self.slots)
         self._at_home = {}
+        self.held = None
+
+    def take(self, block: int, position: int) -> Slot:
+        """Lock the slot in which a block lies, its bytes arrived; a lease does this.
+
+        Raises:
+            StreamError: every slot is in use by a visit further out.
+        """
+        if block in self.homes:
+            return self._home(block)
+        if block not in self._contents:
+            # It is held and wasn't expected to be needed in a slot.
+            self._position, self.held = position, None
+            self._fill(needed=True)
+        self._position = position + 1
+        if block not in self._contents:
+            raise StreamError(
+                f"no slot is free for block {block}: {len(self._locked)} of {len(self.slots)} are in use",
+                "blocks must be visited one at a time; is the model called from within one of its own layers?",
+            )
+        index = self._contents.index(block)
+        self._locked.add(index)
+        self._fill()  # start what comes next before waiting for what is needed now
+        arrival = self._arrivals[index]
+        if arrival is not None:
+            arrival.wait()  # at every visit: another stream may be the current one by now
+        return self.slots[index]
+
+    def give_back(self, slot: Slot) -> None:
+        """Let a locked slot be written again once the computation has come this far; a lease does this."""
+        if slot.index in self._locked:
+            self._transfer.leave(slot.index)
+            self._locked.discard(slot.index)
+        self._fill()
 
     def measured(self) -> StreamCounts:
         """The counts, with the times of all copies and visits that are over by now.
@@ -203,26 +277,24 @@ class Streamer:
 
     def _home(self, block: int) -> Slot:
         """The slot of a resident block, which is brought there at its first visit."""
-        self._position += 1
-        self._fill()
         home = self.homes[block]
         if block not in self._at_home:
             self._transfer.leave(home.index)  # what was there before may still be in use
             self._at_home[block] = self._copy(block, home)
         self._at_home[block].wait()
-        self.counts.visits += 1
         return home
 
-    def _fill(self) -> None:
-        while (copy := self._schedule.next_copy(self._position, self._contents, self._locked)) is not None:
-            self._start(copy)
-
-    def _start(self, copy: Copy) -> None:
-        # Empty until the copy has been started: if that fails, nobody may take what is there for the block.
-        self._contents[copy.slot] = self._arrivals[copy.slot] = None
-        self._arrivals[copy.slot] = self._copy(copy.block, self.slots[copy.slot])
-        self._contents[copy.slot] = copy.block
-        self.counts.late += copy.ahead == 0
+    def _fill(self, needed: bool = False) -> None:
+        """Start every copy that may start; `needed` says that the block at the position is being visited."""
+        while True:
+            copy = self._schedule.next_copy(self._position, self._contents, self._locked, self.held)
+            if copy is None:
+                return
+            # Empty until the copy has been started: if that fails, nobody may take what is there for the block.
+            self._contents[copy.slot] = self._arrivals[copy.slot] = None
+            self._arrivals[copy.slot] = self._copy(copy.block, self.slots[copy.slot])
+            self._contents[copy.slot] = copy.block
+            self.counts.late += needed and copy.ahead == 0
 
     def _copy(self, block: int, slot: Slot) -> Arrival:
         pieces = []

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from poros.engine.kernels.nf4 import BLOCK, NESTED_BLOCK, dequantise
+BLOCK = 64
+"""Weights that share a scale."""
+
+NESTED_BLOCK = 256
+"""Scales that share a nested scale."""
+
+
+def dequantise(codes: Tensor, state: Any, out: Tensor | None = None) -> Tensor:
+    """Restore a weight; see `poros.engine.kernels.nf4`, which needs Triton and is therefore imported late."""
+    from poros.engine.kernels import nf4
+
+    return nf4.dequantise(codes, state, out)
 
 
 class _Product(torch.autograd.Function):

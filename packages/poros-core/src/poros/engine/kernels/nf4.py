@@ -19,12 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64
-"""Weights that share a scale."""
-
-NESTED_BLOCK = 256
-"""Scales that share a nested scale."""
-
 
 @triton.jit
 def _mul(a, b):

@@ -1,0 +1,55 @@
+"""Transfers that do their worst, to test who uses them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from poros.stream.transfer import Arrival, Piece
+
+
+class Adversary:
+    """A transfer that copies as late as it may and in random order, and poisons a slot the moment it is given up.
+
+    Args:
+        seed: Of the order.
+        forget_waits: A broken streamer: waiting for an arrival does nothing.
+    """
+
+    def __init__(self, seed: int = 0, forget_waits: bool = False) -> None:
+        self._random = random.Random(seed)
+        self._pending: list[tuple[int, Sequence[Piece]]] = []
+        self._forget_waits = forget_waits
+        self.poisoned = 0
+
+    def copy(self, slot: int, pieces: Sequence[Piece]) -> Arrival:
+        for _, target in pieces:
+            target.fill_(0xFF)  # NaN in every float format, the top code in every packed one
+            self.poisoned += 1
+        # What was on its way into this slot is overtaken.
+        self._pending = [(other, ps) for other, ps in self._pending if other != slot]
+        self._pending.append((slot, pieces))
+        adversary = self
+
+        class Late:
+            def wait(self) -> None:
+                if not adversary._forget_waits:
+                    adversary._deliver_until(slot)
+
+        return Late()
+
+    def _deliver_until(self, slot: int) -> None:
+        self._random.shuffle(self._pending)
+        while any(other == slot for other, _ in self._pending):
+            _, pieces = self._pending.pop()
+            for source, target in pieces:
+                target.copy_(source)
+
+    def leave(self, slot: int) -> None:
+        pass
+
+    def times(self) -> tuple[float | None, float | None]:
+        return None, None
+
+    def close(self) -> None:
+        self._pending = []
