@@ -26,6 +26,7 @@ from poros.engine.executor import rng_state
 from poros.engine.graphs import GraphExecutor
 from poros.engine.parts import DecoderParts
 from poros.engine.replay import Pool, Results
+from poros.engine.unused import unused_values
 from poros.errors import UnsupportedError
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import compare
@@ -257,6 +258,50 @@ def test_blocks_are_taken_out_of_their_slots(
     assert recorded
     assert all(slot is None for _, _, slot in recorded)
     assert poison.poisoned > 0
+
+
+@pytest.mark.parametrize(("family", "unused"), [("qwen2", {"mlp.down_proj"}), ("gemma3", set())])
+def test_values_that_no_gradient_needs_are_found(
+    family: str,
+    unused: set[str],
+    fusing: None,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Qwen2's layers end in down_proj and a residual connection; Gemma3's norm in between needs the value."""
+    from poros.engine import graphs
+
+    found: list[Any] = []
+    right = graphs.unused_values
+
+    def spy(*args: Any) -> Any:
+        found.append(right(*args))
+        return found[-1]
+
+    monkeypatch.setattr(graphs, "unused_values", spy)
+    stock, streamed, executor = models(checkpoint(family, {}), plugins, families[family])
+    ids = torch.randint(3, 100, (2, 8))
+    for _ in range(3):
+        assert same(step(stock, ids), step(streamed, ids))
+    assert found
+    for copies, layers in zip(next(iter(executor._shapes.values())).copies.values(), found, strict=True):
+        names = {name for name, module in copies[0].template.layer.named_modules() if module in layers}
+        assert {name.removesuffix(".base_layer") for name in names} == unused
+
+
+def test_a_value_that_is_used_is_never_taken_for_unused() -> None:
+    weights = torch.tensor([1.0, 2.0], requires_grad=True)
+
+    def differentiate(layers: Any) -> Results:
+        value = torch.tensor(float("nan") if layers else 3.0)
+        return [*torch.autograd.grad((weights * value).sum(), [weights]), None]
+
+    layer: Any = object()
+    assert unused_values([layer], differentiate) == []
+    assert unused_values([layer], lambda layers: [torch.ones(2), None]) == [layer]
+    assert unused_values([layer], lambda layers: [torch.tensor(float("inf"))]) == []
 
 
 def test_one_layer_that_can_not_be_fused_keeps_its_block_in_the_slot(

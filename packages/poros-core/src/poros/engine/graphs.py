@@ -24,8 +24,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,9 +33,10 @@ from torch import Tensor
 from poros.checkpoint.frozen import frozen_tensors
 from poros.engine.chain import Link, record_chain
 from poros.engine.executor import Batch, EagerExecutor, Surroundings, Visit, set_rng_state
-from poros.engine.kernels.linear import FusedLinear4bit, can_fuse, matches
+from poros.engine.kernels.linear import FusedLinear4bit, can_fuse, fused_layers, matches
 from poros.engine.outside import Buffers, put_outside, take_out
 from poros.engine.prologue import Call
+from poros.engine.recording import is_out_of_memory, record, warm_up
 from poros.engine.replay import (
     GraphBatch,
     GraphVisit,
@@ -57,6 +58,7 @@ from poros.engine.signature import (
     value_signature,
 )
 from poros.engine.template import Template
+from poros.engine.unused import skipping, unused_values
 from poros.stream.schedule import Phase
 from poros.stream.slots import Slot
 from poros.stream.streamer import Lease, Streamer
@@ -219,7 +221,7 @@ class GraphExecutor(EagerExecutor):
             if chain_is_old:
                 self._record_chain(graphs, chain, surroundings)
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             graphs.full = True
             for key in set(graphs.recorded) - known:  # the others may belong to a batch that is still on its way back
@@ -265,6 +267,10 @@ class GraphExecutor(EagerExecutor):
                 self._warm_up(taking)
                 takings[index], _ = self._record(taking, self._taking_pool)
             if lot not in graphs.recorded:
+                with self._streamer.visit(first, Phase.FORWARD) as lease:
+                    take_out(copies, lease.slot())  # the block's own weights, to try things with
+                for static in (graphs.hidden, graphs.gradient):
+                    static.normal_()
                 graphs.recorded[lot] = self._record_block(graphs, copies, None, surroundings)
             return
         for slot in slots.values():
@@ -314,20 +320,26 @@ class GraphExecutor(EagerExecutor):
             with bound(copies, slot), torch.no_grad(), surroundings.autocasting():
                 return [run_copies(copies, graphs.hidden, graphs)]
 
-        def backward() -> Results:
+        def backward(unused: Sequence[FusedLinear4bit] = (), how: Literal["nan", "empty"] = "empty") -> Results:
             leaf = graphs.hidden.detach().requires_grad_()
             with bound(copies, slot):
-                with torch.enable_grad(), surroundings.autocasting():
+                with torch.enable_grad(), surroundings.autocasting(), skipping(unused, how):
                     output = run_copies(copies, leaf, graphs)
                 # Recording happens inside the caller's autocast, a backward pass outside it: products that the forward
                 # pass did in float32 would be differentiated in bf16.
                 with torch.autocast(graphs.hidden.device.type, enabled=False):
                     return list(torch.autograd.grad(output, [leaf, *adapters], graphs.gradient, allow_unused=True))
 
+        def trial(unused: Sequence[FusedLinear4bit]) -> Results:
+            set_rng_state(surroundings.rng, graphs.hidden.device)
+            return backward(unused, "nan")
+
         for run in (forward, backward):
             self._warm_up(run)
+        fused = [] if slot is not None else [layer for made in copies for layer in fused_layers(made.template.layer)]
+        recompute = partial(backward, unused_values(fused, trial) if fused else ())
         replay_forward, (output,) = self._record(forward, graphs.pool)
-        replay_backward, gradients = self._record(backward, graphs.pool)
+        replay_backward, gradients = self._record(recompute, graphs.pool)
         assert output is not None
         loose = [parameter for made in copies for parameter in made.template.loose()]
         return Recorded(loose, replay_forward, output, replay_backward, gradients, slot is None)
@@ -354,23 +366,11 @@ class GraphExecutor(EagerExecutor):
         return link is not None and link.signature == self.signature(block) and link.is_in_place()
 
     def _warm_up(self, run: Callable[[], Results]) -> None:
-        """Run a function once before it is recorded: kernels are compiled and tuned at their first launch."""
-        device = self._streamer.device
-        current, stream = torch.cuda.current_stream(device), recording_stream(device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            run()
-        current.wait_stream(stream)
+        warm_up(run, self._streamer.device)
 
     def _record(self, run: Callable[[], Results], pool: Pool) -> tuple[Callable[[], None], Results]:
-        """Record a function's kernels; returns what replays them, and the tensors in which the results will lie."""
-        graph, stream = torch.cuda.CUDAGraph(), recording_stream(self._streamer.device)
-        # Other threads (a DataLoader that pins memory) may go on using CUDA while this one records.
-        with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
-            results = run()
-        pool.handle = graph.pool()
         self.num_recorded += 1
-        return graph.replay, results
+        return record(run, pool, self._streamer.device)
 
     # -- replaying ----------------------------------------------------------------------------------------------------
 
@@ -380,18 +380,3 @@ class GraphExecutor(EagerExecutor):
     def layer_kind(self, layer: int) -> str:
         """The kind of a layer of the model."""
         return self._kinds[layer]
-
-
-@cache
-def recording_stream(device: torch.device) -> Any:
-    """The stream for every warm-up and recording on a device: each new one would cost a cuBLAS workspace."""
-    return torch.cuda.Stream(device)
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is, or came of, one. Ending a recording that ran out of memory raises another error on top."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

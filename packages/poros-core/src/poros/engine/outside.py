@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poros.engine.kernels.linear import FusedLinear4bit
+from poros.engine.kernels.linear import FusedLinear4bit, fused_layers
 from poros.engine.replay import LayerCopy, bound
 from poros.engine.signature import Signature
 from poros.engine.template import Template
@@ -63,8 +63,7 @@ def take_out(copies: Sequence[LayerCopy], slot: Slot) -> None:
     held = [(place, place.get()) for made in copies for place in made.template.places if not place.is_four_bit]
     with bound(copies, slot), torch.no_grad():
         for made in copies:
-            for layer in made.template.layer.modules():
-                if isinstance(layer, FusedLinear4bit):
-                    layer.restore()
+            for layer in fused_layers(made.template.layer):
+                layer.restore()
         if held:
             torch._foreach_copy_([buffer for _, buffer in held], [place.get() for place, _ in held])

@@ -7,7 +7,8 @@ bitsandbytes' layer stays."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import bitsandbytes as bnb
 import torch
@@ -34,6 +35,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: FusedLinear4bit) -> Tensor:
         ctx.layer = layer
+        if layer.skip:
+            shape = (*x.shape[:-1], layer.out_features)
+            return x.new_full(shape, math.nan) if layer.skip == "nan" else x.new_empty(shape)
         return functional.linear(x, layer.full_weight(), bias)
 
     @staticmethod
@@ -46,9 +50,12 @@ class FusedLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
 
     Attributes:
         restored: Where `restore` leaves the weight, bf16 [out, in]; None to restore it at each use.
+        skip: What to give instead of the product where nobody uses its value: "nan", "empty" for what lies in memory,
+            or "" for the product itself. The backward pass is the same for all.
     """
 
     restored: Tensor | None = None
+    skip: Literal["", "nan", "empty"] = ""
 
     def forward(self, x: Tensor) -> Tensor:
         given = x.dtype
@@ -64,6 +71,11 @@ class FusedLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
     def restore(self) -> None:
         """Restore the weight for uses to come."""
         dequantise(self.weight.data, self.weight.quant_state, self.restored)
+
+
+def fused_layers(module: nn.Module) -> list[FusedLinear4bit]:
+    """The fused layers inside a module."""
+    return [layer for layer in module.modules() if isinstance(layer, FusedLinear4bit)]
 
 
 def can_fuse(layer: nn.Module) -> bool:
