@@ -6,12 +6,14 @@ Memory and time don't depend on the values of the weights; say "random weights" 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, BitsAndBytesConfig
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from poros.architecture import Architecture
 from poros.checkpoint.skeleton import COMPUTE_DTYPE, build_skeleton, cut_layers
@@ -60,3 +62,24 @@ def random_resident(
     if tied:
         model.tie_weights()
     return model
+
+
+def save_resident(base: Any, directory: Path) -> None:
+    """Write a model of `random_resident` as a checkpoint that is quantised already, so that others can train its bytes.
+
+    Args:
+        base: The model, without adapters.
+        directory: Where to; made if missing.
+    """
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=COMPUTE_DTYPE,
+    )
+    base.config.quantization_config = config
+    base.config.dtype = COMPUTE_DTYPE
+    base.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+    base.is_loaded_in_4bit = base.is_quantized = True
+    base.quantization_method = config.quant_method
+    base.save_pretrained(directory, max_shard_size="5GB")
