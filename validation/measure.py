@@ -4,7 +4,7 @@
 
 A cell is `resident` (stock) or `poros`, with settings of the stream behind a colon and the micro-batches per optimizer
 step behind an `@`. It stands in until poros-bench has its matrix. All cells train the same bytes: the model is built from
-the same seed. Seconds are medians over synchronised steps after three warm-up steps; `gpu_s_per_step` is the sum of
+the same seed. Seconds are medians over synchronised steps after the warm-up; `gpu_s_per_step` is the sum of
 kernel times of one step from the profiler, copies from the host left out.
 """
 
@@ -37,9 +37,6 @@ from poros.parity.stock import adapters_of, make_adapters_count, one_by_one
 from poros.plugins import load_plugins
 from poros.provenance import host_peak_bytes, provenance
 from poros.receipt import DTYPE_POLICY, Receipt
-
-WARM_UP = 3
-
 
 class Steps:
     """Optimizer steps on random tokens, the same ones for every cell.
@@ -84,12 +81,12 @@ class Steps:
         return time.perf_counter() - began, float(sum(losses)) / self.accumulation
 
 
-def measure(steps: Steps, count: int, engine: Any, trace_to: Path | None) -> dict[str, Any]:
+def measure(steps: Steps, count: int, warm_up: int, engine: Any, trace_to: Path | None) -> dict[str, Any]:
     """Train for some steps; the measured fields of a receipt."""
     on_gpu = steps.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    warm_up = [steps() for _ in range(WARM_UP)]
+    first = [steps() for _ in range(warm_up)]
     before = engine.streamer.measured() if engine else None
     runs = [steps() for _ in range(count)]
     seconds = [run[0] for run in runs]
@@ -98,7 +95,7 @@ def measure(steps: Steps, count: int, engine: Any, trace_to: Path | None) -> dic
         "s_step_std": statistics.stdev(seconds),
         "passes": [statistics.median(seconds)],
         "steps": count,
-        "losses": [run[1] for run in (*warm_up, *runs)],
+        "losses": [run[1] for run in (*first, *runs)],
     }
     if engine:
         traffic = engine.streamer.measured().since(before)
@@ -148,6 +145,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--trace", type=Path, help="where the spans of a step of the first poros cell go")
     parser.add_argument("--out", type=Path, default=Path("cells.jsonl"))
     arguments = parser.parse_args()
@@ -194,7 +192,7 @@ def main() -> None:
                     parameter.grad = None
             engine = engine_of(model) if stream is not None else None
             steps = Steps(model, accumulation, arguments.tokens, engine.accumulate if engine else one_by_one)
-            measured = measure(steps, arguments.steps, engine, arguments.trace if engine else None)
+            measured = measure(steps, arguments.steps, arguments.warm_up, engine, arguments.trace if engine else None)
             arguments.trace = None if engine else arguments.trace
             config = {
                 "model": f"{shape.id} (random weights)",
@@ -207,7 +205,7 @@ def main() -> None:
                 "stream": engine.config.model_dump(mode="json") if engine else None,
                 "executor": type(engine.executor).__name__ if engine else None,
                 "optimizer": "AdamW",
-                "warm_up": WARM_UP,
+                "warm_up": arguments.warm_up,
             }
             receipt = Receipt(
                 kind="cell",

@@ -14,9 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 3
-
-
 def main() -> None:
     """Measure cells."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -25,6 +22,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("cells.jsonl"))
     arguments = parser.parse_args()
 
@@ -81,7 +79,7 @@ def main() -> None:
             return time.perf_counter() - began
 
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(WARM_UP):
+        for _ in range(arguments.warm_up):
             step()
         seconds = [step() for _ in range(arguments.steps)]
         measured: dict[str, Any] = {
@@ -99,7 +97,7 @@ def main() -> None:
             "accumulation": accumulation,
             "lora": part.model_dump(mode="json"),
             "optimizer": "AdamW",
-            "warm_up": WARM_UP,
+            "warm_up": arguments.warm_up,
             "unsloth": importlib.metadata.version("unsloth"),
         }
         receipt = Receipt(
