@@ -1,20 +1,15 @@
-"""The Gemma 3 family: its data agrees with transformers."""
+"""The Gemma 3 family."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from poros.testing.conformance import ArchitectureConformance
 from poros_arch_gemma.gemma3 import GEMMA3
 
 
-@pytest.mark.parametrize("shape", GEMMA3.published, ids=lambda shape: shape.id)
-def test_published_shapes_have_the_published_number_of_parameters(shape: object) -> None:
-    config = AutoConfig.for_model(**shape.config)  # type: ignore[attr-defined]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert sum(p.numel() for p in model.parameters()) == shape.parameters  # type: ignore[attr-defined]
+class TestGemma3(ArchitectureConformance):
+    architecture = GEMMA3
 
 
 def test_layer_kinds_and_cap() -> None:

@@ -1,20 +1,15 @@
-"""The Qwen2 family: its data agrees with transformers."""
+"""The Qwen2 family."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from poros.testing.conformance import ArchitectureConformance
 from poros_arch_qwen.qwen2 import QWEN2
 
 
-@pytest.mark.parametrize("shape", QWEN2.published, ids=lambda shape: shape.id)
-def test_published_shapes_have_the_published_number_of_parameters(shape: object) -> None:
-    config = AutoConfig.for_model(**shape.config)  # type: ignore[attr-defined]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert sum(p.numel() for p in model.parameters()) == shape.parameters  # type: ignore[attr-defined]
+class TestQwen2(ArchitectureConformance):
+    architecture = QWEN2
 
 
 def test_layer_kinds_follow_the_sliding_window() -> None:

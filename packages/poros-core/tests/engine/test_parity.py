@@ -97,58 +97,6 @@ def test_every_surface_with_every_variant(
     test_every_surface(family, tied, padded, dropout, accumulation, VARIANTS, checkpoint, families, plugins)
 
 
-def cases() -> list[Any]:
-    from poros.plugins import load_plugins
-
-    return [
-        pytest.param(architecture, case, id=f"{architecture.family}-{case.name}")
-        for architecture in load_plugins().architectures()
-        for case in architecture.parity_cases
-    ]
-
-
-@pytest.mark.parametrize(("architecture", "case"), cases())
-@pytest.mark.parametrize("attention", ["math", "fused", "default"])
-def test_parity_cases_on_every_attention_path(
-    architecture: Architecture, case: Any, attention: Any, checkpoint: Callable[..., Path], plugins: Plugins
-) -> None:
-    directory = checkpoint(architecture.family, dict(case.config))
-    work = Work(steps=3, length=case.sequence_length, accumulation=2, learning_rate=1e-2)
-    traces = []
-    for model in (
-        load_stock(directory, small_lora(0.1), 0, CPU),
-        poros.load(directory, lora=small_lora(0.1), seed=0, device="cpu", plugins=plugins),
-    ):
-        make_adapters_count(model, 0)
-        with attention_path(attention):
-            traces.append(train(model, DecoderParts.of(model, architecture).layers, work, CPU))
-    result = compare(*traces, engine_of(model).blocks)
-    assert result.identical, str(result.difference)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "case"), [p for p in cases() if p.values[1].quirk], ids=lambda v: getattr(v, "name", None)
-)
-def test_a_flipped_quirk_breaks_parity(
-    architecture: Architecture, case: Any, checkpoint: Callable[..., Path], tmp_path: Path, plugins: Plugins
-) -> None:
-    import json
-    import shutil
-
-    directory = checkpoint(architecture.family, dict(case.config))
-    flipped = tmp_path / "flipped"
-    shutil.copytree(directory, flipped)
-    values = json.loads((flipped / "config.json").read_text())
-    (flipped / "config.json").write_text(json.dumps({**values, **case.quirk}))
-    work = Work(steps=1, length=case.sequence_length, accumulation=1)
-    models = (
-        load_stock(directory, small_lora(), 0, CPU),
-        poros.load(flipped, lora=small_lora(), seed=0, device="cpu", plugins=plugins),
-    )
-    traces = [run(model, architecture, work) for model in models]
-    assert not compare(*traces, engine_of(models[1]).blocks).identical
-
-
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_attached_equals_stock(
     family: str,

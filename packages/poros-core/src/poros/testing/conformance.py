@@ -1,0 +1,302 @@
+"""The proof of a family: a pytest class that an architecture package inherits.
+
+    from poros.testing.conformance import ArchitectureConformance
+    from poros_arch_mine import MINE
+
+    class TestMine(ArchitectureConformance):
+        architecture = MINE
+
+It needs nothing but the `Architecture`, and runs on a CPU in tens of seconds. A test may be overridden only to say why
+it can't pass yet: the overriding method must be marked `pytest.mark.xfail(reason=...)`, and pytest shows the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import poros
+from poros.architecture import Architecture, ParityCase, PublishedShape
+from poros.checkpoint.frozen import frozen_tensors
+from poros.checkpoint.locate import find_prefix
+from poros.checkpoint.reader import plan_reading
+from poros.checkpoint.shards import Shards
+from poros.checkpoint.skeleton import build_skeleton, read_model_config
+from poros.config import LoraPart
+from poros.engine.adapters import lora_config
+from poros.engine.attach import engine_of
+from poros.engine.attention import attention_path
+from poros.engine.parts import DecoderParts, causal_lm
+from poros.parity.stock import Work, load_stock, make_adapters_count, train
+from poros.parity.surfaces import SURFACES, Comparison, compare
+from poros.plugins import Plugins, load_plugins
+from poros.testing.checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+
+Checkpoint = Callable[[ParityCase], Path]
+
+
+class ArchitectureConformance:
+    """What must hold for every family.
+
+    Attributes:
+        architecture: The family.
+    """
+
+    architecture: ClassVar[Architecture]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if name.startswith("test_") and hasattr(ArchitectureConformance, name) and not _is_excused(value):
+                raise TypeError(
+                    f"{cls.__name__} overrides {name}; mark it with pytest.mark.xfail(reason=...), which says why"
+                )
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """One run of a test per parity case, quirk or published shape."""
+        lots: dict[str, list[Any]] = {
+            "case": list(self.architecture.parity_cases),
+            "quirk": [case for case in self.architecture.parity_cases if case.quirk],
+            "shape": list(self.architecture.published),
+        }
+        for name, values in lots.items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values, ids=[getattr(value, "name", None) or value.id for value in values])
+
+    @pytest.fixture(scope="class")
+    def plugins(self) -> Plugins:
+        return load_plugins()
+
+    @pytest.fixture(scope="class")
+    def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+        """case -> a directory with a tiny stock checkpoint, made once; don't write to it."""
+        made: dict[str, Path] = {}
+
+        def make(case: ParityCase) -> Path:
+            if case.name not in made:
+                directory = tmp_path_factory.mktemp(case.name)
+                made[case.name] = make_checkpoint(directory, self.architecture, case.config)
+            return made[case.name]
+
+        return make
+
+    @pytest.fixture(autouse=True, scope="class")
+    def one_thread(self) -> Iterator[None]:
+        """The models are tiny: threads cost more than they give."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
+
+    @pytest.fixture(autouse=True)
+    def random_state(self) -> Iterator[None]:
+        """No test leaves torch's random state to the next one."""
+        state = torch.get_rng_state()
+        yield
+        torch.set_rng_state(state)
+
+    # -- the data -----------------------------------------------------------------------------------------------------
+
+    def test_the_family_is_found_by_its_model_types(self, plugins: Plugins) -> None:
+        for model_type in self.architecture.model_types:
+            assert plugins.architecture_for(model_type) == self.architecture
+
+    def test_every_checkpoint_tensor_is_claimed_exactly_once(self, case: ParityCase, checkpoint: Checkpoint) -> None:
+        with Shards.open(checkpoint(case)) as shards:
+            config = read_model_config(checkpoint(case), self.architecture)
+            prefix = find_prefix(
+                shards.names,
+                self.architecture.checkpoint_prefixes,
+                f"{self.architecture.embedding}.weight",
+                self.architecture.layers,
+            )
+            skeleton = build_skeleton(config, self.architecture, CPU, None, checkpoint(case))
+            plan = plan_reading(skeleton, shards, prefix, self.architecture.layer_kinds(config.get_text_config()))
+            claimed = Counter(plan.outside.values())
+            for layer_prefix, places in zip(plan.layer_prefixes, skeleton.layers, strict=True):
+                claimed.update(layer_prefix + place.name for place in places if not place.part)
+            assert set(claimed.values()) == {1}
+            assert set(claimed) == set(shards.names)
+
+    def test_every_tensor_equals_stocks(self, case: ParityCase, checkpoint: Checkpoint, plugins: Plugins) -> None:
+        """Parameters and buffers, non-persistent ones too; the layers' tensors are looked for in their slabs."""
+        stock = causal_lm(load_stock(checkpoint(case), lora(0.0), 0, CPU))
+        streamed = poros.load(checkpoint(case), device="cpu", plugins=plugins)
+        engine = engine_of(streamed)
+        inside = f"{self.architecture.decoder}.{self.architecture.layers}."
+        mine = {name.replace(".base_layer.", "."): tensor for name, tensor in _tensors(streamed)}
+        theirs = {name.replace(".base_layer.", "."): tensor for name, tensor in _tensors(stock) if "lora_" not in name}
+        assert set(mine) == set(theirs)
+        outside = [name for name in theirs if not name.startswith(inside)]
+        assert outside
+        for name in outside:
+            assert mine[name].dtype == theirs[name].dtype, name
+            assert torch.equal(mine[name], theirs[name]), name
+        for index, layer in enumerate(DecoderParts.of(stock, self.architecture).layers):
+            views = engine.packings[index].views(engine.store.slab(index), 0)
+            places = frozen_tensors(layer)
+            assert [place.name for place in places] == [field.name for field in engine.packings[index].fields]
+            for place, view in zip(places, views, strict=True):
+                assert view.dtype == place.get().dtype, place.name
+                assert torch.equal(view, place.get()), f"layer {index}: {place.name}"
+
+    def test_layers_that_differ_share_nothing(self, case: ParityCase, checkpoint: Checkpoint, plugins: Plugins) -> None:
+        """Layers of one kind have one layout; every layer's bytes are its own."""
+        streamed = poros.load(checkpoint(case), lora=lora(0.0), seed=0, device="cpu", plugins=plugins)
+        engine = engine_of(streamed)
+        config = causal_lm(streamed).config.get_text_config()
+        kinds = self.architecture.layer_kinds(config)
+        assert len(kinds) == config.num_hidden_layers
+        layers = DecoderParts.of(streamed, self.architecture).layers
+        for (one, other), (mine, theirs) in zip(
+            itertools.combinations(range(len(layers)), 2), itertools.combinations(layers, 2), strict=True
+        ):
+            if kinds[one] == kinds[other]:
+                assert engine.packings[one] is engine.packings[other]
+            slabs = engine.store.slab(one), engine.store.slab(other)
+            assert slabs[0].data_ptr() != slabs[1].data_ptr()
+            assert slabs[0].shape != slabs[1].shape or not torch.equal(*slabs)
+            assert {id(p) for p in mine.parameters()}.isdisjoint(id(p) for p in theirs.parameters())
+
+    def test_published_shapes_have_the_published_number_of_parameters(self, shape: PublishedShape) -> None:
+        config = AutoConfig.for_model(**shape.config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+        assert (
+            len(self.architecture.layer_kinds(config.get_text_config())) == config.get_text_config().num_hidden_layers
+        )
+        assert self.architecture.refusal(config) is None
+
+    def test_parity_cases_have_names_of_their_own(self) -> None:
+        names = [case.name for case in self.architecture.parity_cases]
+        assert names
+        assert len(names) == len(set(names))
+
+    # -- the proof ----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
+    @pytest.mark.parametrize("block_size", [1, 3])
+    def test_every_surface(
+        self, case: ParityCase, padded: bool, block_size: int, checkpoint: Checkpoint, plugins: Plugins
+    ) -> None:
+        work = Work(steps=3, length=case.sequence_length, padded=padded, accumulation=2, learning_rate=1e-2)
+        result = self.compared(checkpoint(case), checkpoint(case), work, plugins, block_size=block_size)
+        assert result.identical, str(result.difference)
+        assert result.surfaces == dict.fromkeys(SURFACES, True)
+
+    @pytest.mark.parametrize("attention", ["math", "default"])
+    def test_every_surface_on_other_attention_paths(
+        self, case: ParityCase, attention: Any, checkpoint: Checkpoint, plugins: Plugins
+    ) -> None:
+        work = Work(steps=2, length=case.sequence_length, accumulation=1, learning_rate=1e-2)
+        result = self.compared(checkpoint(case), checkpoint(case), work, plugins, attention=attention)
+        assert result.identical, str(result.difference)
+
+    def test_kept_activations(self, case: ParityCase, checkpoint: Checkpoint, plugins: Plugins) -> None:
+        work = Work(steps=2, length=case.sequence_length, accumulation=1, learning_rate=1e-2)
+        result = self.compared(checkpoint(case), checkpoint(case), work, plugins, resident=2, recompute=False)
+        assert result.identical, str(result.difference)
+
+    def test_a_flipped_quirk_breaks_parity(
+        self, quirk: ParityCase, checkpoint: Checkpoint, tmp_path: Path, plugins: Plugins
+    ) -> None:
+        """A proof that passes without the quirk proves nothing about it."""
+        flipped = tmp_path / "flipped"
+        shutil.copytree(checkpoint(quirk), flipped)
+        values = json.loads((flipped / "config.json").read_text())
+        (flipped / "config.json").write_text(json.dumps({**values, **quirk.quirk}))
+        work = Work(steps=1, length=quirk.sequence_length, accumulation=1)
+        assert not self.compared(checkpoint(quirk), flipped, work, plugins).identical
+
+    def test_evaluation_equals_stock(self, case: ParityCase, checkpoint: Checkpoint, plugins: Plugins) -> None:
+        """Without gradients, in the mode of training: no dropout, and the kernels of training."""
+        logits = []
+        ids = torch.arange(3, 3 + case.sequence_length)[None] % 64
+        for model in self.models(checkpoint(case), checkpoint(case), plugins, dropout=0.0):
+            with torch.no_grad(), attention_path("fused"):
+                logits.append(model.train()(input_ids=ids, use_cache=False).logits)
+        assert torch.equal(*logits)
+
+    def test_a_saved_adapter_loads_in_stock_and_counts(
+        self, case: ParityCase, checkpoint: Checkpoint, tmp_path: Path, plugins: Plugins
+    ) -> None:
+        stock, streamed = self.models(checkpoint(case), checkpoint(case), plugins, dropout=0.0)
+        streamed.save_pretrained(tmp_path)
+        base = causal_lm(stock)
+        stock.unload()
+        ids = torch.arange(3, 3 + case.sequence_length)[None] % 64
+        with torch.no_grad(), attention_path("fused"):
+            without = base.train()(input_ids=ids, use_cache=False).logits
+            loaded = PeftModel.from_pretrained(base, tmp_path)
+            within = loaded.train()(input_ids=ids, use_cache=False).logits
+            right = streamed.train()(input_ids=ids, use_cache=False).logits
+        assert torch.equal(within, right)
+        assert not torch.equal(within, without)
+
+    def test_adapters_stay_in_the_text_decoder(
+        self, case: ParityCase, checkpoint: Checkpoint, plugins: Plugins
+    ) -> None:
+        for targets in ("all-linear", ["q_proj", "down_proj"]):
+            part = lora_config(LoraPart(rank=2, targets=targets))
+            streamed = poros.load(checkpoint(case), lora=part, seed=0, device="cpu", plugins=plugins)
+            inside = f"{self.architecture.decoder}.{self.architecture.layers}."
+            base = causal_lm(streamed)
+            trained = [name for name, parameter in base.named_parameters() if parameter.requires_grad]
+            assert trained
+            assert all(name.startswith(inside) for name in trained)
+
+    # -- what the tests are made of -----------------------------------------------------------------------------------
+
+    def models(
+        self, stock: Path, streamed: Path, plugins: Plugins, dropout: float = 0.1, **options: Any
+    ) -> tuple[Any, Any]:
+        """A stock model of one checkpoint and a streamed one of another, with the same adapters."""
+        made = (
+            load_stock(stock, lora(dropout), 0, CPU),
+            poros.load(streamed, lora=lora(dropout), seed=0, device="cpu", plugins=plugins, **options),
+        )
+        for model in made:
+            make_adapters_count(model, 0)
+        return made
+
+    def compared(
+        self, stock: Path, streamed: Path, work: Work, plugins: Plugins, attention: Any = "fused", **options: Any
+    ) -> Comparison:
+        """Train both and compare them on every surface."""
+        models = self.models(stock, streamed, plugins, **options)
+        engine = engine_of(models[1])
+        layers = [DecoderParts.of(model, self.architecture).layers for model in models]
+        with attention_path(attention):
+            one = train(models[0], layers[0], work, CPU)
+            other = train(models[1], layers[1], work, CPU, accumulate=engine.accumulate)
+        return compare(one, other, engine.blocks)
+
+
+def lora(dropout: float) -> LoraConfig:
+    """Small adapters on every linear layer."""
+    return lora_config(LoraPart(rank=4, alpha=8, dropout=dropout))
+
+
+def _is_excused(method: Any) -> bool:
+    marks = getattr(method, "pytestmark", [])
+    return inspect.isfunction(method) and any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
