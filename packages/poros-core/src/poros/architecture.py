@@ -79,8 +79,11 @@ class Architecture:
         layer_kinds: Config -> the layer kind of each layer. Layers of one kind share module structure, byte layout
             and call signature.
         final_softcap: Config -> the cap on the final logits, or None.
-        side_inputs: Keyword arguments of a layer that differ from layer to layer (per-layer embeddings).
-        side_outputs: Values that one layer leaves for later layers (shared keys and values).
+        side_output: Keyword argument of a layer: a dict in which some layers leave tensors for later ones (shared
+            keys and values); empty if there is none.
+        has_side_outputs: Config -> whether later layers do read what is left there.
+        has_outer_linears: Config -> whether there are linear layers outside the decoder layers, the head apart, that
+            adapters on "all-linear" would reach.
         unsupported: What is refused, by name.
         refused_model_types: Model types that are close to the family and refused by name: type -> what it is.
         tiny_config: Values of a tiny `config.json` of the family, the base of every parity case.
@@ -98,8 +101,9 @@ class Architecture:
     checkpoint_prefixes: Sequence[str] = ("model.",)
     layer_kinds: Callable[[Config], Sequence[str]]
     final_softcap: Callable[[Config], float | None] = lambda config: None
-    side_inputs: Sequence[str] = ()
-    side_outputs: Sequence[str] = ()
+    side_output: str = ""
+    has_side_outputs: Callable[[Config], bool] = lambda config: False
+    has_outer_linears: Callable[[Config], bool] = lambda config: False
     unsupported: Sequence[Unsupported] = ()
     refused_model_types: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     tiny_config: Mapping[str, Any]

@@ -64,7 +64,7 @@ class HostGraphs(GraphExecutor):
 
 def use_host_graphs(model: Any, architecture: Architecture, **options: Any) -> HostGraphs:
     engine = engine_of(model)
-    kinds = architecture.layer_kinds(model.config)
+    kinds = architecture.layer_kinds(model.config.get_text_config())
     old = engine.executor
     executor = HostGraphs(engine.streamer, old._blocks, kinds, **{"keeping": old.keeping, **options})
     engine.executor = executor

@@ -146,12 +146,18 @@ def plan_reading(
 
 
 def fill_outside(skeleton: Skeleton, shards: Shards, plan: ReadPlan, device: torch.device) -> None:
-    """Load what lies outside the layers (embedding, final norm, head) onto the device, in bf16; tie what is tied."""
+    """Load what lies outside the layers (embedding, final norm, head) onto the device; tie what is tied.
+
+    In bf16, but for linear layers that stock would quantise too: those become 4-bit and stay on the device.
+    """
     for name, source in plan.outside.items():
         path, _, attribute = name.rpartition(".")
         module = skeleton.model.get_submodule(path)
         value = shards.read(source).to(device=device, dtype=COMPUTE_DTYPE, copy=True)
-        if attribute in module._parameters:
+        if isinstance(module, bnb.nn.Linear4bit) and attribute == "weight":
+            storage = module.quant_storage if hasattr(module, "quant_storage") else torch.uint8
+            module.weight = _quantised(value, device, storage, module)
+        elif attribute in module._parameters:
             module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
         else:
             module._buffers[attribute] = value
@@ -195,13 +201,7 @@ def fill_store(
             packing.write(slab, place.name, tensor)
             _write_parts(packing, slab, place.name, _stored_parts(shards, source))
         elif _is_four_bit(place):
-            weight = bnb.nn.Params4bit(
-                tensor.to(device=device, dtype=COMPUTE_DTYPE),
-                requires_grad=False,
-                compress_statistics=True,
-                quant_type="nf4",
-                quant_storage=place.get().dtype,
-            ).to(device)
+            weight = _quantised(tensor.to(device=device, dtype=COMPUTE_DTYPE), device, place.get().dtype)
             packing.write(slab, place.name, weight.data)
             _write_parts(packing, slab, place.name, state_tensors(weight.quant_state))
         else:
@@ -229,6 +229,18 @@ def fill_store(
 
 READING_THREADS = 3
 """As many tensors in 16 bit are in memory at a time."""
+
+
+def _quantised(tensor: Tensor, device: torch.device, storage: torch.dtype, module: Any = None) -> bnb.nn.Params4bit:
+    """A weight in NF4 with double quantisation, as stock loading makes it."""
+    return bnb.nn.Params4bit(
+        tensor,
+        requires_grad=False,
+        compress_statistics=True,
+        quant_type="nf4",
+        quant_storage=storage,
+        module=module,
+    ).to(device)
 
 
 def _write_parts(packing: Packing, slab: Tensor, name: str, parts: dict[str, Tensor]) -> None:

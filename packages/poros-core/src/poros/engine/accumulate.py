@@ -85,7 +85,7 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
             adapters, mode or dropout.
     """
     keeps_all = len(engine.executor.keeping) == len(engine.executor)  # nothing travels, and nothing need be run again
-    if len(micro_steps) == 1 or keeps_all:
+    if len(micro_steps) == 1 or keeps_all or engine.shares:
         return [step() for step in micro_steps]
     adapters = [engine.executor.adapters(block) for block in range(len(engine.executor))]
     if any(_has_hooks(parameter) for block in adapters for parameter in block):

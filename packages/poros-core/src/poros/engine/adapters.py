@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from poros.architecture import Architecture
 from poros.config import LoraPart
 from poros.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+log = logging.getLogger(__name__)
 
 _PLAIN_INITS = (True, False, "gaussian")
 """Initialisations that look at shapes only. The others read the base weights, which aren't there yet."""
@@ -49,6 +54,24 @@ def check_lora(config: LoraConfig) -> None:
             f"LoraConfig(init_lora_weights={config.init_lora_weights!r}) is not supported: it reads the base weights",
             f"use one of {', '.join(map(repr, _PLAIN_INITS))}",
         )
+
+
+def narrowed(lora: LoraConfig, architecture: Architecture, config: Any) -> LoraConfig:
+    """A copy of an adapter config in which "all-linear" means the linear layers inside the decoder layers.
+
+    peft would also reach a vision tower or the projection of per-layer embeddings, which Poros leaves as they are. A
+    copy in any case: peft writes the names that it finds in a model into the config it is given.
+
+    Args:
+        lora: What was asked for.
+        architecture: The family.
+        config: The model's text config.
+    """
+    made = copy.deepcopy(lora)
+    if made.target_modules == "all-linear" and made.exclude_modules is None and architecture.has_outer_linears(config):
+        made.exclude_modules = rf"(?!{re.escape(f'{architecture.decoder}.{architecture.layers}.')}).*"
+        log.info("all-linear is narrowed to the linear layers inside %s.%s", architecture.decoder, architecture.layers)
+    return made
 
 
 def check_targets(config: LoraConfig, model: nn.Module) -> None:

@@ -24,10 +24,11 @@ from poros.config import StreamConfig, validated
 from poros.engine.accumulate import accumulate
 from poros.engine.adapters import check_lora
 from poros.engine.block import run_block
-from poros.engine.executor import EagerExecutor
+from poros.engine.executor import Batch, EagerExecutor
 from poros.engine.graphs import GraphExecutor
-from poros.engine.parts import DecoderParts, causal_lm
-from poros.engine.prologue import Call, Prologue, Recording
+from poros.engine.parts import DecoderParts, causal_lm, config_of
+from poros.engine.prologue import SIDE_OUTPUT, Call, Prologue, Recording
+from poros.engine.sharing import Shared, run_sharing_block
 from poros.engine.template import Template
 from poros.errors import StreamError, UnsupportedError
 from poros.plugins import Plugins, load_plugins
@@ -64,6 +65,7 @@ class Engine:
         executor: Runs the blocks.
         blocks: The layers of each block.
         device: Where the model computes.
+        shares: Whether layers leave tensors for later ones, which makes every visit an eager one.
         draws: (block, shape of its input) -> how far it moves the random generator, where that is known.
     """
 
@@ -99,16 +101,17 @@ class Engine:
         if config.executor == "graphs" or (config.executor == "auto" and parts.device.type == "cuda"):
             if parts.device.type != "cuda":
                 raise UnsupportedError("CUDA graphs need a CUDA device", "set stream.executor to eager or auto")
-            kinds = architecture.layer_kinds(parts.base.config)
+            kinds = architecture.layer_kinds(config_of(parts.base))
             self.executor = GraphExecutor(self.streamer, by_block, kinds, keeping, config.restore_once)
         self.device = parts.device
+        self.shares = bool(architecture.side_output) and architecture.has_side_outputs(config_of(parts.base))
         self.draws: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._interceptor: Callable[..., Any] | None = None
         self._base = weakref.ref(parts.base)
         self._architecture = architecture
         self._seen_adapters: tuple[int, ...] = ()
         self._layers = layers
-        self._config = parts.base.config
+        self._config = config_of(parts.base)
         self._norm = parts.decoder.get_submodule(architecture.norm)
         self._recording = Recording(parts.decoder, architecture.layers)
 
@@ -128,8 +131,14 @@ class Engine:
         prologue = self.prologue(stock_forward, args, kwargs)
         hidden = prologue.hidden
         assert hidden is not None
-        batch = self.executor.prepare(hidden, prologue.calls, training)
         self.streamer.expect(self.streamer.training if training else self.streamer.inference)
+        if training and self.shares:
+            shared: Shared = {}
+            plain = Batch.of(prologue.calls, training)
+            for block in range(len(self.executor)):
+                hidden = run_sharing_block(self.executor, block, hidden, plain, shared)
+            return self.epilogue(prologue, hidden)
+        batch = self.executor.prepare(hidden, prologue.calls, training)
         for block in range(len(self.executor)):
             hidden = run_block(self.executor, block, hidden, batch)
         return self.epilogue(prologue, hidden)
@@ -146,7 +155,7 @@ class Engine:
         if training:
             # The decoder may have made a cache, and masks that depend on having one. A block is run twice in training
             # and its second run would append again, so the layers don't get to see it.
-            prologue.calls = [_without_cache(call) for call in prologue.calls]
+            prologue.calls = [self._for_training(call) for call in prologue.calls]
             if isinstance(prologue.output, dict):
                 for name in set(_CACHES) & set(prologue.output):
                     prologue.output[name] = None
@@ -208,6 +217,13 @@ class Engine:
             # Every block is recomputed anyway; checkpointing inside it (TRL switches it on) would do it a third time.
             layer.__dict__["gradient_checkpointing"] = False
 
+    def _for_training(self, call: Call) -> Call:
+        """A layer's arguments, but no cache, and our own dict to leave tensors in for later layers."""
+        kwargs = {name: None if name in _CACHES else value for name, value in call.kwargs.items()}
+        if self._architecture.side_output in kwargs:
+            kwargs[self._architecture.side_output] = SIDE_OUTPUT
+        return Call(call.args, kwargs)
+
     def _check_calls(self, calls: Sequence[Any], training: bool) -> None:
         if not training:
             return
@@ -221,10 +237,6 @@ class Engine:
 
 
 _CACHES = ("past_key_values", "past_key_value", "cache")
-
-
-def _without_cache(call: Call) -> Call:
-    return Call(call.args, {name: None if name in _CACHES else value for name, value in call.kwargs.items()})
 
 
 class StreamedDecoder(nn.Module):
@@ -322,7 +334,7 @@ def attach(
         raise StreamError("this model streams already")
     check_trainable(model, architecture)
     places = [frozen_tensors(layer) for layer in parts.layers]
-    packings = make_packings(places, architecture.layer_kinds(base.config), mixed=True)
+    packings = make_packings(places, architecture.layer_kinds(config_of(base)), mixed=True)
     store = make_store([packing.nbytes for packing in packings], config.tier, parts.device)
     for index, (layer_places, packing) in enumerate(zip(places, packings, strict=True)):
         for place in layer_places:

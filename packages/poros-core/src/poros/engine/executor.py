@@ -212,6 +212,25 @@ class Visit:
         with torch.no_grad(), surroundings.autocasting():
             return self._run(hidden, batch)
 
+    def forward_sharing(
+        self, hidden: Tensor, batch: Batch, surroundings: Surroundings, shared: dict[str, Any]
+    ) -> Tensor:
+        """The block's output, without gradients, for layers that leave tensors for later ones.
+
+        Args:
+            hidden, batch, surroundings: As for `forward`.
+            shared: What earlier blocks have left; what this one leaves is added.
+        """
+        self._bind()
+        with torch.no_grad(), surroundings.autocasting():
+            return self._run(hidden, batch, shared)
+
+    def rerun_sharing(self, hidden: Tensor, batch: Batch, surroundings: Surroundings, shared: dict[str, Any]) -> Tensor:
+        """The same once more, with gradients, for the backward pass; the weights are in place until the visit ends."""
+        self._bind()
+        with torch.enable_grad(), surroundings.restored():
+            return self._run(hidden, batch, shared)
+
     def forward_keeping(
         self, hidden: Tensor, batch: Batch, surroundings: Surroundings, needs_hidden: bool
     ) -> tuple[Tensor, Any]:
@@ -260,14 +279,14 @@ class Visit:
                 kept = Kept(leaf, self._run(leaf, batch))
         leaf, output = kept.leaf, kept.output
         wanted: list[Tensor] = [leaf, *adapters] if needs_hidden else list(adapters)
-        with _hooks_silenced(adapters):
+        with hooks_silenced(adapters):
             gradients: list[Tensor | None] = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
         first = gradients.pop(0) if needs_hidden else None
         return first, gradients
 
-    def _run(self, hidden: Tensor, batch: Batch) -> Tensor:
+    def _run(self, hidden: Tensor, batch: Batch, shared: dict[str, Any] | None = None) -> Tensor:
         for index, template in enumerate(self._templates, self._start):
-            hidden = template.run(hidden, batch.calls[index])
+            hidden = template.run(hidden, batch.calls[index], shared)
         return hidden
 
     def _bind(self) -> None:
@@ -282,7 +301,7 @@ class Visit:
 
 
 @contextmanager
-def _hooks_silenced(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def hooks_silenced(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Keep hooks on the adapters' gradients quiet inside the recompute; they are called when the gradients come out."""
     silenced = [(hooks, dict(hooks)) for parameter in parameters if (hooks := parameter._backward_hooks)]
     for hooks, _ in silenced:

@@ -14,7 +14,7 @@ from poros.checkpoint.locate import find_prefix, read_config, resolve
 from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, plan_reading
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, cut_layers, read_model_config
-from poros.engine.adapters import check_lora, check_targets
+from poros.engine.adapters import check_lora, check_targets, narrowed
 from poros.engine.attach import Engine, check_trainable, start_streaming, stream_config
 from poros.engine.parts import DecoderParts
 from poros.errors import UnsupportedError
@@ -107,6 +107,7 @@ def load(
     cut_layers(model_config, num_layers)
     if lora is not None:
         check_lora(lora)
+        lora = narrowed(lora, architecture, model_config.get_text_config())
     with Shards.open(directory) as shards:
         prefix = find_prefix(
             shards.names, architecture.checkpoint_prefixes, f"{architecture.embedding}.weight", architecture.layers
@@ -118,7 +119,7 @@ def load(
         }
         skeleton = build_skeleton(model_config, architecture, where, quantised if stored else None, directory)
         skeleton.model.name_or_path = skeleton.model.config._name_or_path = name or str(model)
-        plan = plan_reading(skeleton, shards, prefix, architecture.layer_kinds(model_config), full)
+        plan = plan_reading(skeleton, shards, prefix, architecture.layer_kinds(model_config.get_text_config()), full)
         streamed: nn.Module = skeleton.model
         if lora is not None:
             # Before any weight is read: what is wrong with the adapters comes out now, and the layers' names are known

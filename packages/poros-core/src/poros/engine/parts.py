@@ -17,6 +17,11 @@ def causal_lm(model: nn.Module) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def config_of(base: Any) -> Any:
+    """The config of a causal-LM model's text decoder: its own, or a part of it in a multimodal model."""
+    return base.config.get_text_config()
+
+
 @dataclass(frozen=True)
 class DecoderParts:
     """A text decoder and what belongs to it.

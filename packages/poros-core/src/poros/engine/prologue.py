@@ -26,6 +26,13 @@ class Call:
     kwargs: dict[str, Any]
 
 
+class SideOutput:
+    """Stands in an argument of a layer for the dict in which layers leave tensors for later ones."""
+
+
+SIDE_OUTPUT = SideOutput()
+
+
 @dataclass
 class Prologue:
     """What the recorders noted.

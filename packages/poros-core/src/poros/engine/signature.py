@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from poros.engine.attention import attention_backends
-from poros.engine.prologue import Call
+from poros.engine.prologue import SIDE_OUTPUT, Call
 
 Signature = tuple[Any, ...]
 
@@ -51,6 +51,8 @@ def value_signature(value: Any) -> Signature:
         return ("dict", *((key, value_signature(item)) for key, item in value.items()))
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return ("value", type(value), value)
+    if value is SIDE_OUTPUT:
+        return ("side output",)
     raise CannotRecordError(f"a layer is given a {type(value).__name__}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from poros.checkpoint.frozen import FrozenTensor
 from poros.checkpoint.packing import Packing
-from poros.engine.prologue import Call
+from poros.engine.prologue import SIDE_OUTPUT, Call
 from poros.engine.signature import LayerWatch
 from poros.errors import StreamError
 from poros.stream.slots import Slot
@@ -73,9 +73,20 @@ class Template:
             for place, empty in zip(self.places, self._placeholders, strict=True):
                 place.set(empty)
 
-    def run(self, hidden: Tensor, call: Call) -> Tensor:
-        """The layer's output, [batch, tokens, hidden], for an input of the same shape."""
-        output: Any = self.layer(hidden, *call.args, **call.kwargs)
+    def run(self, hidden: Tensor, call: Call, shared: dict[str, Any] | None = None) -> Tensor:
+        """The layer's output, [batch, tokens, hidden], for an input of the same shape.
+
+        Args:
+            hidden: The layer's input.
+            call: Its other arguments.
+            shared: What earlier layers have left for it, and where it leaves what later ones will need; by default a
+                dict that nobody looks at.
+        """
+        kwargs = call.kwargs
+        if any(value is SIDE_OUTPUT for value in kwargs.values()):
+            given = {} if shared is None else shared
+            kwargs = {name: given if value is SIDE_OUTPUT else value for name, value in kwargs.items()}
+        output: Any = self.layer(hidden, *call.args, **kwargs)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 

@@ -6,7 +6,6 @@ random weights, and what a layer costs is the difference. Nothing of the checkpo
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import logging
@@ -19,7 +18,8 @@ from transformers import AutoConfig
 
 from poros.architecture import Architecture
 from poros.checkpoint.locate import read_config, resolve
-from poros.engine.parts import DecoderParts
+from poros.engine.adapters import narrowed
+from poros.engine.parts import DecoderParts, config_of
 from poros.errors import PorosError
 from poros.parity.resident import random_resident
 from poros.parity.source import Setting, find_published
@@ -72,7 +72,8 @@ def needed_on_gpu(
         _free()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        model = get_peft_model(random_resident(architecture, config, device, num_layers), copy.deepcopy(lora))
+        base = random_resident(architecture, config, device, num_layers)
+        model = get_peft_model(base, narrowed(lora, architecture, config_of(base)))
         train(model, DecoderParts.of(model, architecture).layers, dataclasses.replace(work, steps=1), device)
         peak = torch.cuda.max_memory_allocated(device) - before
         del model

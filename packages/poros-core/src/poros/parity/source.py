@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from peft import get_peft_model
+from transformers import AutoConfig
 
 from poros.architecture import Architecture, PublishedShape
 from poros.checkpoint.locate import read_config, resolve
 from poros.config import StreamConfig
+from poros.engine.adapters import narrowed
 from poros.engine.attach import attach
 from poros.engine.load import load
+from poros.engine.parts import config_of
 from poros.errors import PorosError
 from poros.parity.resident import random_resident
 from poros.parity.stock import load_stock
@@ -62,9 +64,9 @@ class Setting:
     plugins: Plugins
     num_layers: int | None = None
 
-    def own_lora(self) -> LoraConfig:
-        """A copy of the adapters' config: peft writes into it the names of one model's layers."""
-        return copy.deepcopy(self.lora)
+    def own_lora(self, architecture: Architecture, config: Any) -> LoraConfig:
+        """The adapters' config for one model, the same for stock as for streamed."""
+        return narrowed(self.lora, architecture, config)
 
     @property
     def cut(self) -> str:
@@ -87,7 +89,7 @@ class CheckpointSource:
         self._setting = setting
         self._streamed = load(
             self._directory,
-            lora=setting.own_lora(),
+            lora=setting.lora,
             seed=setting.seed,
             **setting.stream.model_dump(),
             device=setting.device,
@@ -98,7 +100,9 @@ class CheckpointSource:
     def stock(self) -> Any:
         setting = self._setting
         try:
-            return load_stock(self._directory, setting.own_lora(), setting.seed, setting.device, setting.num_layers)
+            config = AutoConfig.from_pretrained(self._directory).get_text_config()
+            lora = setting.own_lora(self.architecture, config)
+            return load_stock(self._directory, lora, setting.seed, setting.device, setting.num_layers)
         except torch.OutOfMemoryError as error:
             raise PorosError(
                 f"the stock run needs the whole model on {setting.device}, and it doesn't fit there",
@@ -130,7 +134,7 @@ class ShapeSource:
         setting = self._setting
         base = random_resident(self.architecture, self._shape.config, setting.device, setting.num_layers, setting.seed)
         torch.manual_seed(setting.seed)
-        return get_peft_model(base, setting.own_lora())
+        return get_peft_model(base, setting.own_lora(self.architecture, config_of(base)))
 
     def stock(self) -> Any:
         return self._model

@@ -35,7 +35,7 @@ from poros.checkpoint.reader import plan_reading
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, read_model_config
 from poros.config import LoraPart
-from poros.engine.adapters import lora_config
+from poros.engine.adapters import lora_config, narrowed
 from poros.engine.attach import engine_of
 from poros.engine.attention import attention_path
 from poros.engine.parts import DecoderParts, causal_lm
@@ -134,7 +134,7 @@ class ArchitectureConformance:
 
     def test_every_tensor_equals_stocks(self, case: ParityCase, checkpoint: Checkpoint, plugins: Plugins) -> None:
         """Parameters and buffers, non-persistent ones too; the layers' tensors are looked for in their slabs."""
-        stock = causal_lm(load_stock(checkpoint(case), lora(0.0), 0, CPU))
+        stock = causal_lm(self.stock(checkpoint(case), 0.0))
         streamed = poros.load(checkpoint(case), device="cpu", plugins=plugins)
         engine = engine_of(streamed)
         inside = f"{self.architecture.decoder}.{self.architecture.layers}."
@@ -262,12 +262,17 @@ class ArchitectureConformance:
 
     # -- what the tests are made of -----------------------------------------------------------------------------------
 
+    def stock(self, directory: Path, dropout: float) -> Any:
+        """The resident peft model of a checkpoint."""
+        config = AutoConfig.from_pretrained(directory).get_text_config()
+        return load_stock(directory, narrowed(lora(dropout), self.architecture, config), 0, CPU)
+
     def models(
         self, stock: Path, streamed: Path, plugins: Plugins, dropout: float = 0.1, **options: Any
     ) -> tuple[Any, Any]:
         """A stock model of one checkpoint and a streamed one of another, with the same adapters."""
         made = (
-            load_stock(stock, lora(dropout), 0, CPU),
+            self.stock(stock, dropout),
             poros.load(streamed, lora=lora(dropout), seed=0, device="cpu", plugins=plugins, **options),
         )
         for model in made:

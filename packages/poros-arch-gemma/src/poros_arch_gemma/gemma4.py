@@ -1,0 +1,189 @@
+"""Gemma 4, text models: the dense ones and the E-series.
+
+Global layers have heads of another size than sliding ones, may use their keys as values, and rotate a part of each
+head; every layer has a persistent scalar. The E-series adds an embedding per layer, and its last layers have no keys
+and values of their own but read those of the last layers that have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from poros import Architecture, ParityCase, PublishedShape, Unsupported
+
+PATTERN = ("sliding_attention", "sliding_attention", "full_attention")
+
+# As in Gemma 3, 96 is no square. Global layers: heads of twice the size, one of keys, no values of their own.
+TINY = {
+    "model_type": "gemma4_text",
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "max_position_embeddings": 256,
+    "sliding_window": 4,
+    "layer_types": list(PATTERN * 2),
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+E_SERIES = {
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+}
+
+
+def layer_kinds(config: Any) -> Sequence[str]:
+    """Sliding or full attention, and whether the layer reads the keys and values of an earlier one."""
+    first_shared = config.num_hidden_layers - config.num_kv_shared_layers
+    return tuple(
+        kind if index < first_shared else f"{kind}, shared keys and values"
+        for index, kind in enumerate(config.layer_types)
+    )
+
+
+def final_softcap(config: Any) -> float | None:
+    """The cap on the final logits; 30 in the released sizes."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    return None if cap is None else float(cap)
+
+
+def _shape(size: str, values: dict[str, Any], every: int, parameters: int) -> PublishedShape:
+    """A released size whose every so-many-th layer is a global one."""
+    layers = values["num_hidden_layers"]
+    kinds = ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
+    return PublishedShape(
+        id=f"gemma4-{size}",
+        display_name=f"Gemma4-{size.upper()}",
+        config={
+            "model_type": "gemma4_text",
+            "vocab_size": 262144,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+            "layer_types": kinds,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            **values,
+        },
+        parameters=parameters,
+    )
+
+
+GEMMA4 = Architecture(
+    family="gemma4",
+    model_types=("gemma4_text",),
+    layer_kinds=layer_kinds,
+    final_softcap=final_softcap,
+    side_output="shared_kv_states",
+    has_side_outputs=lambda config: config.num_kv_shared_layers > 0,
+    has_outer_linears=lambda config: config.hidden_size_per_layer_input > 0,
+    unsupported=(
+        Unsupported(
+            name="mixture of experts",
+            applies=lambda config: bool(getattr(config, "enable_moe_block", False)),
+            hint="its experts are fused tensors that bitsandbytes leaves in 16 bit; the dense sizes run",
+        ),
+        Unsupported(
+            name="bidirectional attention",
+            applies=lambda config: getattr(config, "use_bidirectional_attention", None) == "all",
+            hint="such checkpoints are embedding models; Poros trains causal language models",
+        ),
+    ),
+    refused_model_types={
+        "gemma4": "a multimodal checkpoint; only text checkpoints (gemma4_text) run for now",
+        "gemma4_unified": "a multimodal checkpoint; only text checkpoints (gemma4_text) run for now",
+        "gemma4_assistant": "an assistant for speculative decoding",
+    },
+    tiny_config=TINY,
+    parity_cases=(
+        ParityCase(name="dense", quirk={"sliding_window": 256}),
+        ParityCase(
+            name="proportional-rope",
+            quirk={
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                    "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+                }
+            },
+        ),
+        ParityCase(name="soft-cap", config={"final_logit_softcapping": 1.0}, quirk={"final_logit_softcapping": None}),
+        ParityCase(name="values-of-their-own", config={"attention_k_eq_v": False}),
+        ParityCase(name="untied", config={"tie_word_embeddings": False}),
+        ParityCase(name="e-series", config=E_SERIES),
+        ParityCase(name="e-series-double-wide", config={**E_SERIES, "use_double_wide_mlp": True}),
+    ),
+    published=(
+        _shape(
+            "e2b",
+            {
+                "hidden_size": 1536,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 35,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 1,
+                "num_kv_shared_layers": 20,
+                "hidden_size_per_layer_input": 256,
+                "vocab_size_per_layer_input": 262144,
+                "use_double_wide_mlp": True,
+                "sliding_window": 512,
+                "max_position_embeddings": 131072,
+            },
+            5,
+            4_628_569_344,
+        ),
+        _shape(
+            "e4b",
+            {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 42,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "num_kv_shared_layers": 18,
+                "hidden_size_per_layer_input": 256,
+                "vocab_size_per_layer_input": 262144,
+                "sliding_window": 512,
+                "max_position_embeddings": 131072,
+            },
+            6,
+            7_463_013_376,
+        ),
+        _shape(
+            "31b",
+            {
+                "hidden_size": 5376,
+                "intermediate_size": 21504,
+                "num_hidden_layers": 60,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 16,
+                "num_global_key_value_heads": 4,
+                "attention_k_eq_v": True,
+                "num_kv_shared_layers": 0,
+                "hidden_size_per_layer_input": 0,
+                "sliding_window": 1024,
+                "max_position_embeddings": 262144,
+            },
+            6,
+            30_697_345_280,
+        ),
+    ),
+)
