@@ -34,7 +34,7 @@ RANKS = {
     "parity": 6,
     "training": 6,
     "doctor": 6,
-    "testing": 6,
+    "testing": 7,
     "cli": 7,
 }
 """A part of core may import from parts of a lower rank, and from itself."""

@@ -132,7 +132,7 @@ def _pinning() -> Iterator[Finding]:
     from poros.store.tiers import PinnedStore
 
     try:
-        PinnedStore([256 * 2**20], torch.device("cuda")).close()
+        PinnedStore([256 * 2**20], torch.device("cuda", torch.cuda.current_device())).close()
     except StreamError as error:
         yield Finding("pinned memory", "warning", error.message, error.hint)
     else:

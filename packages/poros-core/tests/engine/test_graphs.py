@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,13 @@ def step(model: Any, ids: torch.Tensor, **inputs: Any) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+def evaluated(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits without gradients. In training mode: in eval mode, bitsandbytes has another kernel on some processors."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) > 1 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -132,13 +140,7 @@ def test_shapes_come_and_go(
         mask[0, -2:] = 0
         for inputs in ({}, {"attention_mask": mask}):
             assert same(step(stock, ids, **inputs), step(streamed, ids, **inputs)), (rows, length, list(inputs))
-        with torch.no_grad():
-            assert (
-                torch.equal(
-                    stock(input_ids=ids, use_cache=False).logits, streamed(input_ids=ids, use_cache=False).logits
-                )
-                or True
-            )
+        assert torch.equal(evaluated(stock, ids), evaluated(streamed, ids))
         assert len(executor._shapes) <= 2
 
 
@@ -337,8 +339,7 @@ def test_evaluations_and_other_shapes_between_blocks_that_are_held(
     for length in (8, 12, 8, 8, 5, 8):
         ids = torch.randint(3, 100, (1, length))
         assert same(step(stock, ids), step(streamed, ids))
-        with torch.no_grad():
-            streamed(input_ids=ids, use_cache=False)
+        assert torch.equal(evaluated(stock, ids), evaluated(streamed, ids))
         assert same(step(stock, ids), step(streamed, ids))
 
 
@@ -408,6 +409,159 @@ def test_repeated_visits_have_graphs_of_their_own(
             engine_of(streamed).accumulate(steps)
         assert same(*([p.grad for p in model.parameters() if p.grad is not None] for model in (stock, streamed)))
     assert sorted(shape.restore_once for shape in executor._shapes.values()) == [False, True]
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("order", ["ABA", "BAB", "AB", "BA"])
+@pytest.mark.parametrize("why", ["no room", "autocast"])
+def test_eager_and_replayed_micro_batches_in_one_visit(
+    why: str,
+    order: str,
+    slots: int,
+    fusing: None,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+) -> None:
+    """A slot must not be given back while layers of the visit are bound to it."""
+    stock, streamed, executor = models(
+        checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0, slots=slots, transfer=Adversary(seed=1)
+    )
+    rows = {"A": torch.randint(3, 100, (1, 8)), "B": torch.randint(3, 100, (1, 12))}
+
+    def run(model: Any, name: str) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):  # its backward pass runs eagerly
+            model(input_ids=rows[name], labels=rows[name]).loss.backward()
+
+    if why == "no room":
+        executor.room = False
+        engine_of(streamed).accumulate([partial(run, streamed, "A")] * 2)
+        executor.room = True
+    for model in (stock, streamed):
+        model.zero_grad()
+    for name in order:
+        run(stock, name)
+    engine_of(streamed).accumulate([partial(run, streamed, name) for name in order])
+    assert executor.num_replays > 0
+    assert same(gradients(stock), gradients(streamed))
+
+
+@pytest.mark.parametrize("resident", [1, 2, 3, "all"])
+@pytest.mark.parametrize("older_first", [True, False])
+def test_two_passes_with_masks_of_their_own_over_kept_blocks(
+    resident: Any,
+    older_first: bool,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+) -> None:
+    """The recompute of the older pass places its own arguments where the newer pass's graphs read theirs."""
+    stock, streamed, executor = models(
+        checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0, resident=resident, recompute=False
+    )
+    ids = torch.randint(3, 100, (2, 10))
+    found = []
+    for model in (stock, streamed):
+        losses = []
+        for number in (1, 2):
+            mask = torch.ones_like(ids)
+            mask[1, 10 - 3 * number :] = 0
+            positions = (torch.arange(10) * number)[None].expand(2, -1)
+            losses.append(model(input_ids=ids, labels=ids, attention_mask=mask, position_ids=positions).loss)
+        for loss in losses if older_first else losses[::-1]:
+            loss.backward()
+        found.append(gradients(model))
+    assert any(shape.chain for shape in executor._shapes.values())
+    assert same(*found)
+
+
+def test_micro_batches_that_set_a_state_of_their_own(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    stock, streamed, _ = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
+    ids = torch.randint(3, 100, (1, 8))
+
+    def run(model: Any, scaling: float) -> None:
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling["default"] = scaling
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    for scaling in (0.5, 2.0, 0.5):
+        run(stock, scaling)
+    engine_of(streamed).accumulate([partial(run, streamed, scaling) for scaling in (0.5, 2.0, 0.5)])
+    assert same(gradients(stock), gradients(streamed))
+
+
+def test_a_shape_that_was_given_up_while_its_batch_is_under_way(
+    fusing: None, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """Its graphs read buffers that must not be replaced meanwhile."""
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
+    executor._max_shapes = 1
+    found = []
+    for model in (stock, streamed):
+        losses = []
+        for length in (8, 12, 9):
+            executor.room = length != 12
+            ids = torch.arange(3, 3 + length)[None]
+            losses.append(model(input_ids=ids, labels=ids).loss)
+        for index in (2, 0, 1):
+            losses[index].backward()
+        found.append(gradients(model))
+    assert executor.num_replays > 0
+    assert same(*found)
+
+
+def test_kept_graphs_that_are_gone_when_they_are_wanted(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """Adapters were moved between forward and backward, and there was no room to record them anew."""
+    stock, streamed, executor = models(
+        checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0, resident="all", recompute=False
+    )
+    ids = torch.randint(3, 100, (1, 8))
+    first = streamed(input_ids=ids, labels=ids).loss
+    for parameter in streamed.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.clone()
+    executor.room = False
+    second = streamed(input_ids=ids, labels=ids).loss
+    first.backward()
+    second.backward()
+    for _ in range(2):
+        stock(input_ids=ids, labels=ids).loss.backward()
+    assert same(gradients(stock), gradients(streamed))
+
+
+def test_graphs_of_adapters_as_they_were_do_not_pile_up(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    _, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
+    ids = torch.randint(3, 100, (1, 8))
+    for number in range(12):
+        for module in streamed.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling["default"] = 0.5 + number
+        for _ in range(2):
+            step(streamed, ids)
+    shape = next(iter(executor._shapes.values()))
+    assert len(shape.copies) <= 6
+    assert len(shape.recorded) <= 12
+
+
+def test_anomaly_detection_runs_eagerly(
+    fusing: None, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
+    ids = torch.randint(3, 100, (1, 8))
+    with torch.autograd.set_detect_anomaly(True):
+        assert same(step(stock, ids), step(streamed, ids))
+    assert executor.num_recorded == 0
 
 
 def test_no_room_means_eager(
@@ -483,7 +637,7 @@ def test_a_block_with_a_hook_runs_eagerly(
         for _ in range(2):
             assert same(step(stock, ids), step(streamed, ids))
     assert len(heard) == (2 if resident else 4)
-    assert executor.num_replays == 2 * (1 if resident else 2) * (len(executor) - 1)
+    assert executor.num_replays == 2 * 2 * (len(executor) - 1)
     assert caplog.text.count("block 2 runs eagerly: a hook is registered") == 1
     handle.remove()
     for _ in range(2):

@@ -36,6 +36,17 @@ def test_as_many_as_fit_and_not_one_more(free: int, beside: bool) -> None:
     assert found == max(fits, default=0)
 
 
+@pytest.mark.parametrize(("most", "fitting"), [(0, 0), (1, 1), (2, 2)])
+def test_a_card_too_small_for_measuring(most: int, fitting: int) -> None:
+    def needed(layers: int) -> int:
+        if layers > most:
+            raise torch.OutOfMemoryError("made up")
+        return 10
+
+    assert layers_that_fit(20, 10**6, needed) == fitting
+    assert layers_that_fit(20, 10**6, needed, beside=True) == 0
+
+
 def test_a_tiny_model_is_not_measured() -> None:
     assert layers_that_fit(3, 0, lambda layers: 1 // 0) == 3
 

@@ -46,6 +46,13 @@ def test_identical_and_as_the_ordinary_gate_finds_it(
     assert set(receipt.arms) == {"stock", "streamed"}
 
 
+def test_one_step_has_a_time(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    work = Work(steps=1, length=16, accumulation=1)
+    result = check_in_lockstep(str(checkpoint("qwen2", {})), lora_config(PART), work, plugins=plugins)
+    assert result.verdict == "identical"
+    assert all(seconds > 0 for seconds in result.seconds.values())
+
+
 def test_a_published_shape_cut_to_its_first_layers(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models are built, and the second one streams."""
     built = []

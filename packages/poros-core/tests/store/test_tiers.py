@@ -43,7 +43,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver(room=1000)
 
-    def clear() -> None:
+    def clear(device: torch.device) -> None:
         driver.errors_cleared += 1
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
@@ -76,10 +76,25 @@ def test_no_room_falls_back_with_one_warning(driver: Driver, caplog: pytest.LogC
     assert isinstance(store, PageableStore)
     assert store.tier == "pageable"
     assert driver.locked == {}
-    assert driver.errors_cleared == 1
+    assert driver.errors_cleared == 2  # once for each refusal, in the thread that got it
     assert len(caplog.records) == 1
     assert "refused to pin host memory (error 2)" in caplog.text
     assert "going on with pageable memory" in caplog.text
+
+
+def test_a_sandbox_that_forbids_affinities_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(room=1000)
+
+    def forbidden(*args: Any) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(tiers, "processors_near", lambda device: {0})
+    monkeypatch.setattr(tiers.os, "sched_setaffinity", forbidden)
+    store = make_store([64], "pinned", CUDA)
+    assert driver.locked
+    store.close()
 
 
 def test_pinned_memory_that_was_asked_for_is_not_replaced(driver: Driver) -> None:

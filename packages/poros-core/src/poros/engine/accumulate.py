@@ -48,6 +48,7 @@ class _MicroBatch:
         prologue: What the decoder did before its layers.
         batch: The executor's.
         surroundings: In which the decoder was called.
+        signatures: Of each block when the decoder was called.
         hidden: Where it has come to, [batch, tokens, hidden]; the gradient on its way back.
         inputs: Input of each block.
         states: Random state before each block.
@@ -57,6 +58,7 @@ class _MicroBatch:
     prologue: Prologue
     batch: Batch
     surroundings: Surroundings
+    signatures: list[BlockSignature]
     hidden: Tensor
     inputs: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
@@ -98,11 +100,13 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
         set_rng_state(start, device)
         torch.set_rng_state(on_host)
         return [step() for step in micro_steps]
+    if any(one.signatures != micro_batches[0].signatures for one in micro_batches):
+        # Each micro-batch sets a state of its own (adapters, mode), which must hold for its blocks.
+        return [step() for step in micro_steps]
     versions = _versions(adapters)
     engine.streamer.expect(engine.streamer.training)
     set_rng_state(start, device)
-    signatures: list[BlockSignature] = []
-    _forward(engine, micro_batches, start, signatures)
+    _forward(engine, micro_batches, start)
     end = rng_state(device)
     results = [_run_epilogue(engine, step, one) for step, one in zip(micro_steps, micro_batches, strict=True)]
     if not torch.equal(rng_state(device), end):
@@ -112,7 +116,7 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
     if _versions(adapters) != versions:
         raise StreamError("adapters were changed while micro-batches were under way", "step after the backward pass")
     with torch.no_grad():
-        _backward(engine, micro_batches, adapters, signatures)
+        _backward(engine, micro_batches, adapters, micro_batches[0].signatures)
     return results
 
 
@@ -132,7 +136,9 @@ def _run_prologue(engine: Engine, step: Callable[[], object]) -> _MicroBatch:
         prologue = engine.prologue(stock_forward, args, kwargs)
         assert prologue.hidden is not None
         batch = engine.executor.prepare(prologue.hidden, prologue.calls, training=True, repeated=True)
-        found.append(_MicroBatch(prologue, batch, Surroundings.now(engine.device), prologue.hidden.detach()))
+        signatures = [engine.executor.signature(block) for block in range(len(engine.executor))]
+        surroundings = Surroundings.now(engine.device)
+        found.append(_MicroBatch(prologue, batch, surroundings, signatures, prologue.hidden.detach()))
         raise _PrologueDone
 
     with engine.intercepted(stop):
@@ -162,20 +168,14 @@ def _run_epilogue(engine: Engine, step: Callable[[], T], one: _MicroBatch) -> T:
     return result
 
 
-def _forward(
-    engine: Engine, micro_batches: Sequence[_MicroBatch], start: Tensor, signatures: list[BlockSignature]
-) -> None:
-    """Run all blocks for all micro-batches; leaves the finished hidden states in `hidden`, and each block's signature.
-
-    Mode and dropout can't change in here: no code of the caller's runs between the blocks.
-    """
+def _forward(engine: Engine, micro_batches: Sequence[_MicroBatch], start: Tensor) -> None:
+    """Run all blocks for all micro-batches; leaves the finished hidden states in `hidden`."""
     num_blocks = len(engine.executor)
     draws = [[engine.draws.get((block, one.shape)) for block in range(num_blocks)] for one in micro_batches]
     if all(count is not None for counts in draws for count in counts):
         before = [one.hidden for one in micro_batches]
-        if _forward_by_block(engine, micro_batches, draws, start, signatures):  # type: ignore[arg-type]
+        if _forward_by_block(engine, micro_batches, draws, start):  # type: ignore[arg-type]
             return
-        signatures.clear()
         # A block drew more or fewer numbers than it used to (dropout was changed): once more, in the plain order.
         for one, hidden in zip(micro_batches, before, strict=True):
             one.hidden, one.inputs, one.states = hidden, [], []
@@ -185,18 +185,12 @@ def _forward(
             one.states.append(rng_state(engine.device))
             one.inputs.append(one.hidden)
             with engine.executor.visiting(block, Phase.FORWARD) as visit:
-                if len(signatures) == block:
-                    signatures.append(engine.executor.signature(block))
                 one.hidden = visit.forward(one.hidden, one.batch, one.surroundings)
             engine.draws[block, one.shape] = _draws(one.states[-1], rng_state(engine.device))
 
 
 def _forward_by_block(
-    engine: Engine,
-    micro_batches: Sequence[_MicroBatch],
-    draws: Sequence[Sequence[int]],
-    start: Tensor,
-    signatures: list[BlockSignature],
+    engine: Engine, micro_batches: Sequence[_MicroBatch], draws: Sequence[Sequence[int]], start: Tensor
 ) -> bool:
     """Block by block; False if a block drew another number of random numbers than foreseen."""
     state = start
@@ -208,7 +202,6 @@ def _forward_by_block(
             state = _advanced(state, count)
     for block in range(len(engine.executor)):
         with engine.executor.visiting(block, Phase.FORWARD) as visit:
-            signatures.append(engine.executor.signature(block))
             for one, ahead in zip(micro_batches, states, strict=True):
                 set_rng_state(ahead[block], engine.device)
                 one.states.append(ahead[block])

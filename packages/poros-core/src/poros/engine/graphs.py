@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -83,6 +84,7 @@ class GraphExecutor(EagerExecutor):
         num_recorded: Graphs recorded so far.
         record_seconds: Time that took.
         num_replays: Blocks run by replaying.
+        num_eager: Blocks run again eagerly for want of a graph.
         latest_pass: Number of the forward pass that has last run a block.
     """
 
@@ -100,6 +102,7 @@ class GraphExecutor(EagerExecutor):
         self.num_recorded = 0
         self.record_seconds = 0.0
         self.num_replays = 0
+        self.num_eager = 0
         self.latest_pass = 0
         self._passes = 0
         self._kinds = tuple(kinds)
@@ -107,6 +110,7 @@ class GraphExecutor(EagerExecutor):
         self._max_shapes = max_shapes
         self._fuse = fuse
         self._shapes: OrderedDict[Signature, ShapeGraphs] = OrderedDict()
+        self._alive: weakref.WeakSet[ShapeGraphs] = weakref.WeakSet()  # those of batches under way included
         self._buffers: Buffers = {}
         self._takings: dict[Signature, dict[int, Callable[[], None]]] = {}
         self._taking_pool = Pool()
@@ -138,6 +142,9 @@ class GraphExecutor(EagerExecutor):
     def prepare(self, hidden: Tensor, calls: Sequence[Call], training: bool, repeated: bool = False) -> Batch:
         plain = Batch.of(calls, training)
         if not training:
+            return plain
+        if torch.is_anomaly_enabled():
+            log.warning("running eagerly: anomaly detection looks at every operation, which graphs don't show")
             return plain
         try:
             graphs = self._graphs_for(hidden, calls, repeated)
@@ -185,6 +192,7 @@ class GraphExecutor(EagerExecutor):
         if key not in self._shapes:
             arguments = {kind: call for kind, (call, _) in by_kind.items()}
             self._shapes[key] = new_shape(hidden, arguments, restore_once, chained)
+            self._alive.add(self._shapes[key])
             while len(self._shapes) > self._max_shapes:
                 self._shapes.popitem(last=False)
         self._shapes.move_to_end(key)
@@ -227,7 +235,7 @@ class GraphExecutor(EagerExecutor):
             for key in set(graphs.recorded) - known:  # the others may belong to a batch that is still on its way back
                 del graphs.recorded[key]
             graphs.chain.clear()
-            if not any(shape.recorded for shape in self._shapes.values()):
+            if not any(shape.recorded for shape in self._alive):
                 self._takings.clear()
                 self._buffers.clear()
             log.warning(
@@ -238,6 +246,7 @@ class GraphExecutor(EagerExecutor):
         finally:
             set_rng_state(surroundings.rng, device)
             self.record_seconds += time.perf_counter() - began
+        graphs.forget_old({self.key(block) for block in range(len(self))})
         log.info("recorded graphs for %s", tuple(graphs.hidden.shape))
 
     def _is_recorded(self, graphs: ShapeGraphs, block: int) -> bool:
@@ -295,13 +304,14 @@ class GraphExecutor(EagerExecutor):
         if not self._fuse or not layers:
             return
         rows, dtype = graphs.hidden.numel() // graphs.hidden.shape[-1], graphs.hidden.dtype
+        switches = switches_signature(graphs.hidden.device)
         with (
             self._streamer.visit(block, Phase.FORWARD) as lease,
             bound(copies, lease.slot()),
             surroundings.autocasting(),
         ):
             for layer in layers:
-                key = (layer.out_features, layer.in_features, layer.bias is not None, rows, dtype)
+                key = (layer.out_features, layer.in_features, layer.bias is not None, rows, dtype, *switches)
                 if key not in self._tried:
                     self._tried[key] = matches(layer, rows, dtype)
                     if not self._tried[key]:

@@ -73,7 +73,11 @@ class Pool:
     handle: Any = None
 
 
-@dataclass
+_OLD_LOTS = 4
+"""Sorts of blocks that were, and may come back (adapters that are switched to and fro), whose graphs are kept."""
+
+
+@dataclass(eq=False)
 class ShapeGraphs:
     """Everything recorded for one batch shape.
 
@@ -103,6 +107,18 @@ class ShapeGraphs:
     pool: Pool = field(default_factory=Pool)
     stale: bool = True
     full: bool = False
+
+    def forget_old(self, current: set[Signature]) -> None:
+        """Drop graphs of blocks as they once were. A batch under way that still wanted them goes on eagerly.
+
+        Args:
+            current: Keys, outside a slot, of all blocks as they are.
+        """
+        old = [lot for lot in self.copies if lot not in current]
+        for lot in old[: max(0, len(old) - _OLD_LOTS)]:
+            del self.copies[lot]
+            for key in [key for key in self.recorded if key[:2] == lot[:2]]:
+                del self.recorded[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,24 +205,25 @@ class GraphVisit(Visit):
         needs_hidden: bool,
         kept: Any = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        autocast = torch.is_autocast_enabled(hidden.device.type)  # such a backward pass is not what was recorded
-        if isinstance(kept, KeptInGraph) and isinstance(batch, GraphBatch):
-            if autocast or self._executor.latest_pass != kept.number:
-                return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden)
-            self._lease.slot()
-            with torch.no_grad():
-                link = batch.graphs.chain[self._block]
-                batch.graphs.gradient.copy_(gradient)
-                link.backward()
-                return _taken(link.gradients, needs_hidden)
-        recorded = self._recorded(batch)
-        if kept is not None or autocast or recorded is None or not isinstance(batch, GraphBatch):
-            return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden, kept)
-        with torch.no_grad(), surroundings.restored():
-            self._place(hidden, batch)
-            batch.graphs.gradient.copy_(gradient)
-            recorded.backward()
-            return _taken(recorded.gradients, needs_hidden)
+        # A backward pass under autocast is not what was recorded.
+        if isinstance(batch, GraphBatch) and not torch.is_autocast_enabled(hidden.device.type):
+            if isinstance(kept, KeptInGraph):
+                link = batch.graphs.chain.get(self._block)
+                if link is not None and self._executor.latest_pass == kept.number:
+                    self._lease.slot()
+                    with torch.no_grad():
+                        self._place_arguments(batch)  # the recompute of an older pass may have placed its own
+                        batch.graphs.gradient.copy_(gradient)
+                        link.backward()
+                        return _taken(link.gradients, needs_hidden)
+            elif kept is None and (recorded := self._recorded(batch)) is not None:
+                with torch.no_grad(), surroundings.restored():
+                    self._place(hidden, batch)
+                    batch.graphs.gradient.copy_(gradient)
+                    recorded.backward()
+                    return _taken(recorded.gradients, needs_hidden)
+            self._executor.num_eager += kept is None
+        return super().backward(hidden, batch, surroundings, adapters, gradient, needs_hidden, kept)
 
     def _recorded(self, batch: Batch) -> Recorded | None:
         """The graphs to replay, everything they read but input and arguments in place; None if there are none."""
@@ -225,7 +242,8 @@ class GraphVisit(Visit):
             # Once a visit: neither adapters nor weights change meanwhile.
             self._ready = recorded
             if recorded.outside and take_out is not None and not self._lease.held:
-                self._lease.hold(take_out)
+                # An earlier micro-batch of this visit may have run eagerly: its layers are bound to the slot.
+                self._lease.hold(take_out, release=not self._bound)
             live: list[Tensor] = [parameter for template in self._templates for parameter in template.loose()]
             if live:
                 with torch.no_grad():
@@ -233,10 +251,14 @@ class GraphVisit(Visit):
         return recorded
 
     def _place(self, hidden: Tensor, batch: GraphBatch) -> None:
-        """Copy input and arguments into the static buffers, those that aren't there already."""
+        """Copy input and arguments into the static buffers."""
+        batch.graphs.hidden.copy_(hidden)
+        self._place_arguments(batch)
+
+    def _place_arguments(self, batch: GraphBatch) -> None:
+        """Copy those arguments into the static buffers that aren't there already."""
         self._executor.num_replays += 1
         graphs = batch.graphs
-        graphs.hidden.copy_(hidden)
         for index in range(self._start, self._start + len(self._templates)):
             kind = self._executor.layer_kind(index)
             loaded = graphs.loaded[kind]
@@ -245,7 +267,8 @@ class GraphVisit(Visit):
                 held = loaded[number]
                 if held is None or held[0] is not tensor or held[1] != tensor._version:
                     static = tensors_of(graphs.calls[kind]) if static is None else static
-                    static[number].copy_(tensor)
+                    # `data`: a graph reads memory, and autograd's count of changes means nothing to it.
+                    static[number].data.copy_(tensor)
                     loaded[number] = (tensor, tensor._version)
 
 

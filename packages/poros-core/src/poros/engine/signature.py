@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,10 +91,14 @@ class LayerSignature:
             )
             if hook is None and _is_hooked(module):
                 hook = name or "a layer"
-        return _known.setdefault((hook, *parts), cls(hook))
+        key = (hook, *parts)
+        found = _known.get(key)
+        if found is None:
+            found = _known[key] = cls(hook)
+        return found
 
 
-_known: dict[Signature, LayerSignature] = {}
+_known: weakref.WeakValueDictionary[Signature, LayerSignature] = weakref.WeakValueDictionary()
 
 
 class LayerWatch:

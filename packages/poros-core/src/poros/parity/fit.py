@@ -50,10 +50,23 @@ def layers_that_fit(num_layers: int, free_bytes: int, needed: Callable[[int], in
     """
     if num_layers <= _MORE:
         return num_layers
-    few, more = needed(_FEW), needed(_MORE)
+    few = _tried(needed, _FEW)
+    if few is None:
+        return 0
+    more = _tried(needed, _MORE)
+    if more is None:
+        return 0 if beside else _MORE - 1 if _tried(needed, _MORE - 1) is not None else _FEW
     per_layer = max((more - few) / (_MORE - _FEW), 1.0)
     room = free_bytes * MARGIN - few - (more if beside else 0)
     return max(0, min(num_layers, _FEW + int(room // per_layer))) if room >= 0 else 0
+
+
+def _tried(needed: Callable[[int], int], num_layers: int) -> int | None:
+    """What some layers need; None if they don't fit."""
+    try:
+        return needed(num_layers)
+    except torch.OutOfMemoryError:
+        return None
 
 
 def needed_on_gpu(

@@ -17,6 +17,7 @@ import transformers
 from poros.config import AttentionPath, LoraPart, StreamConfig, hash_of
 from poros.engine.attach import Engine, engine_of
 from poros.engine.attention import attention_path
+from poros.engine.graphs import GraphExecutor
 from poros.engine.load import default_device
 from poros.engine.parts import DecoderParts
 from poros.errors import PorosError
@@ -234,15 +235,16 @@ def check(
 
 
 def executor_used(engine: Engine, stream: StreamConfig) -> str:
-    """What ran the blocks: "eager" or "graphs".
+    """What ran the blocks: "eager", "graphs", or "graphs and eager" where some had none.
 
     Raises:
         PorosError: graphs were asked for and none was replayed.
     """
-    executor = "graphs" if getattr(engine.executor, "num_replays", 0) else "eager"
-    if stream.executor == "graphs" and executor != "graphs":
-        raise PorosError("no graph was replayed, so nothing is known of them", "see the warnings above for why")
-    return executor
+    if not (isinstance(engine.executor, GraphExecutor) and engine.executor.num_replays):
+        if stream.executor == "graphs":
+            raise PorosError("no graph was replayed, so nothing is known of them", "see the warnings above for why")
+        return "eager"
+    return "graphs and eager" if engine.executor.num_eager else "graphs"
 
 
 def receipt_of(result: CheckResult, lora: LoraPart, stream: StreamConfig) -> Receipt:

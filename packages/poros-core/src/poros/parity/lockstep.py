@@ -137,7 +137,7 @@ def check_in_lockstep(
             control_block=corrupted,
             control_found=control.first_block,
             seconds={
-                name: _median(arm.seconds[1 : work.steps])
+                name: _median(arm.seconds[1 : work.steps] or arm.seconds)
                 for name, arm in zip(("stock", "streamed"), arms, strict=True)
             },
             trainable=sum(parameter.numel() for parameter in adapters_of(models[1]).values()),
@@ -160,4 +160,4 @@ def check_in_lockstep(
 
 
 def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else float("nan")
+    return sorted(values)[len(values) // 2]

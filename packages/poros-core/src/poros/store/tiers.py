@@ -68,6 +68,8 @@ class PinnedStore(PageableStore):
             code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
             if code == 0:
                 registered.append(slab)
+            else:
+                _clear_error(device)
             return code
 
         with ThreadPoolExecutor(PINNING_THREADS, "poros-pin", _work_near, (device,)) as threads:
@@ -75,7 +77,6 @@ class PinnedStore(PageableStore):
         if refusals:
             locked = sum(slab.numel() for slab in registered)
             self.close()
-            _clear_error()
             raise StreamError(
                 f"the driver refused to pin host memory (error {refusals[0]}) after {locked / 1e9:.1f} of "
                 f"{self.nbytes / 1e9:.1f} GB",
@@ -95,7 +96,8 @@ def _work_near(device: torch.device) -> None:
     torch.cuda.set_device(device)
     near = processors_near(device)
     if near:
-        os.sched_setaffinity(0, near)
+        with suppress(OSError):  # a sandbox may forbid it; the pages then lie where the kernel puts them
+            os.sched_setaffinity(0, near)
 
 
 def processors_near(device: torch.device) -> set[int]:
@@ -130,10 +132,10 @@ def _unpin(slabs: list[Tensor]) -> None:
         torch.cuda.cudart().cudaHostUnregister(slabs.pop().data_ptr())
 
 
-def _clear_error() -> None:
-    """Take back the driver's error, which the next kernel launch would otherwise report as its own."""
+def _clear_error(device: torch.device) -> None:
+    """Take back the driver's error, which this thread's next kernel launch would otherwise report as its own."""
     with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=device)
 
 
 def make_store(sizes: Sequence[int], tier: Tier, device: torch.device) -> HostStore:

@@ -101,17 +101,19 @@ class Lease:
             self._slot = self._streamer.take(self._block, self._position)
         return self._slot
 
-    def hold(self, take_out: Callable[[Slot], None]) -> None:
-        """Give the slot back early: everything in it is taken out, and stays outside until another block is held.
+    def hold(self, take_out: Callable[[Slot], None], release: bool = True) -> None:
+        """Take everything out of the slot; it stays outside until another block is held.
 
         Args:
             take_out: Starts copying what is in the slot to where it will stay.
+            release: Whether to give the slot back now; not if somebody goes on reading it.
         """
         slot = self.slot()
         self._streamer.held = None  # for as long as it isn't sure that all was taken out
         take_out(slot)
         self._streamer.held = self._block
-        self.release()
+        if release:
+            self.release()
 
     def release(self) -> None:
         """Give the slot back."""
