@@ -129,10 +129,10 @@ def parity_torch213(session: nox.Session) -> None:
     parity(session, "torch213")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device, in the environment that is active. POROS_GPU_TEST_MODEL names the model."""
-    session.run("pytest", "-m", "gpu", "tests", *session.posargs, external=True)
+    session.run("pytest", "-m", "gpu", "tests", *session.posargs)
 
 
 @nox.session

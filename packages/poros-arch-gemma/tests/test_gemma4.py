@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig
 
+from poros import PublishedShape
 from poros.testing.conformance import ArchitectureConformance
 from poros_arch_gemma.gemma4 import E_SERIES, GEMMA4
 
 
 class TestGemma4(ArchitectureConformance):
     architecture = GEMMA4
+
+    @pytest.mark.xfail(
+        Version(transformers.__version__) < Version("5.10"),
+        reason="transformers 5.5 builds keys and values for layers that read those of others",
+    )
+    def test_published_shapes_have_the_published_number_of_parameters(self, shape: PublishedShape) -> None:
+        super().test_published_shapes_have_the_published_number_of_parameters(shape)
 
 
 def test_layer_kinds_say_who_reads_shared_keys_and_values() -> None:

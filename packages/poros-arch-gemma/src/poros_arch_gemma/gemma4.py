@@ -121,7 +121,11 @@ GEMMA4 = Architecture(
             quirk={
                 "rope_parameters": {
                     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                    "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "partial_rotary_factor": 1.0,
+                        "rope_theta": 1000000.0,
+                    },
                 }
             },
         ),
