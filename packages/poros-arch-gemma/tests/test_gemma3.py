@@ -2,14 +2,62 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+import poros
+from poros.config import LoraPart
+from poros.engine.adapters import lora_config
+from poros.errors import UnsupportedError
+from poros.parity.stock import make_adapters_count
+from poros.testing.checkpoints import make_checkpoint
 from poros.testing.conformance import ArchitectureConformance
-from poros_arch_gemma.gemma3 import GEMMA3
+from poros_arch_gemma.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
 
 
 class TestGemma3(ArchitectureConformance):
     architecture = GEMMA3
+
+
+class TestGemma3Multimodal(ArchitectureConformance):
+    architecture = GEMMA3_MULTIMODAL
+
+
+def test_text_only_and_multimodal_class_agree_on_the_same_weights(tmp_path: Path) -> None:
+    """One decoder under two classes: the same logits, losses and gradients."""
+    text = make_checkpoint(tmp_path / "text", GEMMA3)
+    whole = make_checkpoint(tmp_path / "whole", GEMMA3_MULTIMODAL)
+    weights = load_file(text / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in weights.items()}
+    others = {
+        name: tensor
+        for name, tensor in load_file(whole / "model.safetensors").items()
+        if not name.startswith("language_model.")
+    }
+    save_file({**renamed, **others}, whole / "model.safetensors", metadata={"format": "pt"})
+    lora = lora_config(LoraPart(rank=4))
+    ids = torch.arange(3, 19)[None]
+    found = []
+    for directory in (text, whole):
+        model = poros.load(directory, lora=lora, seed=0, device="cpu")
+        make_adapters_count(model, 0)
+        model.train()
+        output = model(input_ids=ids, labels=ids, use_cache=False)
+        output.loss.backward()
+        found.append([output.logits, output.loss, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert len(found[0]) == len(found[1]) > 2
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_images_are_refused(tmp_path: Path) -> None:
+    whole = make_checkpoint(tmp_path / "whole", GEMMA3_MULTIMODAL)
+    model = poros.load(whole, device="cpu")
+    with pytest.raises(UnsupportedError, match="vision_tower is not loaded"):
+        model(input_ids=torch.tensor([[122] * 4 + [5]]), pixel_values=torch.zeros(1, 3, 28, 28))
 
 
 def test_layer_kinds_and_cap() -> None:

@@ -1,8 +1,13 @@
-"""Gemma 3, text models: sliding and full layers with a rope table each, a scaled embedding, four norms a layer."""
+"""Gemma 3: sliding and full layers with a rope table each, a scaled embedding, four norms a layer.
+
+Text checkpoints (270M, 1B) and the text tower of multimodal ones (4B and up) are two families, because the stock
+classes keep the same decoder in different places. The vision tower is not loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poros import Architecture, ParityCase, PublishedShape, Unsupported
@@ -84,7 +89,6 @@ GEMMA3 = Architecture(
     refused_model_types={
         "gemma": "the first Gemma family",
         "gemma2": "the second Gemma family",
-        "gemma3": "a multimodal checkpoint; only text checkpoints (gemma3_text) run for now",
         "gemma3n": "the Gemma 3n family",
     },
     tiny_config=TINY,
@@ -115,4 +119,50 @@ GEMMA3 = Architecture(
         _shape("12b", 3840, 15360, 48, 16, 8, 256, 1024, 11_766_034_176),
         _shape("27b", 5376, 21504, 62, 32, 16, 128, 1024, 27_009_346_304),
     ),
+)
+
+
+def _inside(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a text model's config as a multimodal config holds them."""
+    outer = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
+    return {**outer, "text_config": {**TINY, "initializer_range": 0.1, **values}}
+
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+
+GEMMA3_MULTIMODAL = dataclasses.replace(
+    GEMMA3,
+    family="gemma3_multimodal",
+    model_types=("gemma3",),
+    decoder="model.language_model",
+    checkpoint_prefixes=("language_model.model.", "model.language_model."),
+    final_softcap=lambda config: None,  # the multimodal class doesn't apply it, whatever the config says
+    has_outer_linears=lambda config: True,
+    absent=("model.vision_tower", "model.multi_modal_projector"),
+    refused_model_types={},
+    tiny_config={
+        "model_type": "gemma3",
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+        "boi_token_index": 120,
+        "eoi_token_index": 121,
+        "image_token_index": 122,
+        **_inside({"tie_word_embeddings": True}),
+    },
+    parity_cases=tuple(
+        dataclasses.replace(
+            case, config=_inside(case.config), quirk=_inside({**case.config, **case.quirk}) if case.quirk else {}
+        )
+        for case in GEMMA3.parity_cases
+        if case.name != "soft-cap"
+    ),
+    published=(),
 )

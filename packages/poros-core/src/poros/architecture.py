@@ -84,6 +84,7 @@ class Architecture:
         has_side_outputs: Config -> whether later layers do read what is left there.
         has_outer_linears: Config -> whether there are linear layers outside the decoder layers, the head apart, that
             adapters on "all-linear" would reach.
+        absent: Paths of parts of the causal-LM class that text never reaches (a vision tower). They are not loaded.
         unsupported: What is refused, by name.
         refused_model_types: Model types that are close to the family and refused by name: type -> what it is.
         tiny_config: Values of a tiny `config.json` of the family, the base of every parity case.
@@ -104,6 +105,7 @@ class Architecture:
     side_output: str = ""
     has_side_outputs: Callable[[Config], bool] = lambda config: False
     has_outer_linears: Callable[[Config], bool] = lambda config: False
+    absent: Sequence[str] = ()
     unsupported: Sequence[Unsupported] = ()
     refused_model_types: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     tiny_config: Mapping[str, Any]

@@ -146,6 +146,8 @@ def build_skeleton(
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=quantised is not None)
     with _default_dtype(COMPUTE_DTYPE):  # bitsandbytes makes the biases of its layers in the default dtype
         quantizer.preprocess_model(model=model, device_map={"": str(device)})
+    for path in architecture.absent:
+        model.set_submodule(path, Absent(path))
     decoder = model.get_submodule(architecture.decoder)
     layers = decoder.get_submodule(architecture.layers)
     if quantised is not None:
@@ -164,6 +166,23 @@ def build_skeleton(
     model.requires_grad_(False)
     model.eval()
     return Skeleton(model, decoder, tuple(frozen_tensors(layer) for layer in layers), architecture)
+
+
+class Absent(nn.Module):
+    """Stands in for a part of a model that text never reaches.
+
+    Args:
+        path: Where it would be.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{self._path} is not loaded: Poros trains on text", "leave images and sounds out of the inputs"
+        )
 
 
 def placeholder(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:

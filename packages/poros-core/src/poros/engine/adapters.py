@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -57,7 +58,7 @@ def check_lora(config: LoraConfig) -> None:
 
 
 def narrowed(lora: LoraConfig, architecture: Architecture, config: Any) -> LoraConfig:
-    """A copy of an adapter config in which "all-linear" means the linear layers inside the decoder layers.
+    """A copy of an adapter config whose targets are linear layers inside the decoder layers only.
 
     peft would also reach a vision tower or the projection of per-layer embeddings, which Poros leaves as they are. A
     copy in any case: peft writes the names that it finds in a model into the config it is given.
@@ -68,10 +69,19 @@ def narrowed(lora: LoraConfig, architecture: Architecture, config: Any) -> LoraC
         config: The model's text config.
     """
     made = copy.deepcopy(lora)
-    if made.target_modules == "all-linear" and made.exclude_modules is None and architecture.has_outer_linears(config):
+    if made.exclude_modules is None and architecture.has_outer_linears(config):
         made.exclude_modules = rf"(?!{re.escape(f'{architecture.decoder}.{architecture.layers}.')}).*"
-        log.info("all-linear is narrowed to the linear layers inside %s.%s", architecture.decoder, architecture.layers)
+        log.info("adapters are narrowed to the linear layers inside %s.%s", architecture.decoder, architecture.layers)
     return made
+
+
+def with_adapters(model: Any, lora: LoraConfig) -> Any:
+    """The peft model around a model that may lack the parts which the config excludes."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You have passed exclude_modules")
+        return get_peft_model(model, lora)
 
 
 def check_targets(config: LoraConfig, model: nn.Module) -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import get_peft_model
 from torch import nn
 
 from poros.checkpoint.locate import find_prefix, read_config, resolve
 from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, plan_reading
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, cut_layers, read_model_config
-from poros.engine.adapters import check_lora, check_targets, narrowed
+from poros.engine.adapters import check_lora, check_targets, narrowed, with_adapters
 from poros.engine.attach import Engine, check_trainable, start_streaming, stream_config
 from poros.engine.parts import DecoderParts
 from poros.errors import UnsupportedError
@@ -127,7 +126,7 @@ def load(
             check_targets(lora, skeleton.model)
             if seed is not None:
                 torch.manual_seed(seed)
-            streamed = get_peft_model(skeleton.model, lora)
+            streamed = with_adapters(skeleton.model, lora)
             check_trainable(streamed, architecture)
         fill_outside(skeleton, shards, plan, where)
         store = make_store(plan.sizes, config.tier, where)
