@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+import poros
 from poros import PublishedShape
+from poros.errors import CheckpointError
+from poros.testing.checkpoints import make_checkpoint
 from poros.testing.conformance import ArchitectureConformance
-from poros_arch_gemma.gemma4 import E_SERIES, GEMMA4
+from poros_arch_gemma.gemma4 import E_SERIES, GEMMA4, GEMMA4_MULTIMODAL
 
 
 class TestGemma4(ArchitectureConformance):
@@ -21,6 +28,24 @@ class TestGemma4(ArchitectureConformance):
     )
     def test_published_shapes_have_the_published_number_of_parameters(self, shape: PublishedShape) -> None:
         super().test_published_shapes_have_the_published_number_of_parameters(shape)
+
+
+class TestGemma4Multimodal(ArchitectureConformance):
+    architecture = GEMMA4_MULTIMODAL
+
+
+def test_keys_and_values_that_nobody_uses_may_be_in_the_files(tmp_path: Path) -> None:
+    """Released E-series checkpoints hold them for layers that read those of others; stock ignores them too."""
+    directory = make_checkpoint(tmp_path, GEMMA4, E_SERIES)
+    weights = load_file(directory / "model.safetensors")
+    assert "model.layers.5.self_attn.k_proj.weight" not in weights
+    weights["model.layers.5.self_attn.k_proj.weight"] = torch.zeros(32, 96, dtype=torch.bfloat16)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    assert poros.load(directory, device="cpu") is not None
+    weights["model.layers.5.self_attn.x_proj.weight"] = torch.zeros(32, 96, dtype=torch.bfloat16)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="x_proj"):
+        poros.load(directory, device="cpu")
 
 
 def test_layer_kinds_say_who_reads_shared_keys_and_values() -> None:

@@ -38,7 +38,7 @@ class Brings:
 def test_a_further_family_needs_no_change_in_core() -> None:
     loaded = load_plugins([("other", Brings(architecture("other", "other_text")))])
     assert loaded.architecture_for("other_text").family == "other"
-    assert {"qwen2", "qwen3", "gemma3", "gemma3_multimodal", "gemma4", "other"} == {
+    assert {"qwen2", "qwen3", "gemma3", "gemma3_multimodal", "gemma4", "gemma4_multimodal", "other"} == {
         a.family for a in loaded.architectures()
     }
 
@@ -90,7 +90,7 @@ def test_a_plugin_that_fails_to_import_is_a_warning(
 def test_an_unknown_model_type_lists_what_is_installed(plugins: Plugins) -> None:
     with pytest.raises(UnsupportedError, match="'llama'") as caught:
         plugins.architecture_for("llama")
-    assert "gemma3, gemma3_text, gemma4_text, qwen2, qwen3" in caught.value.hint
+    assert "gemma3, gemma3_text, gemma4, gemma4_text, qwen2, qwen3" in caught.value.hint
 
 
 def test_an_unknown_model_type_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

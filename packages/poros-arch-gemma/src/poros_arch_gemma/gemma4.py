@@ -1,13 +1,17 @@
-"""Gemma 4, text models: the dense ones and the E-series.
+"""Gemma 4: the dense sizes and the E-series.
 
 Global layers have heads of another size than sliding ones, may use their keys as values, and rotate a part of each
 head; every layer has a persistent scalar. The E-series adds an embedding per layer, and its last layers have no keys
 and values of their own but read those of the last layers that have.
+
+All released checkpoints are multimodal. Their text tower is a family beside the text-only one, because the stock
+classes keep the same decoder in different places. The towers for images and sounds are not loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poros import Architecture, ParityCase, PublishedShape, Unsupported
@@ -109,8 +113,7 @@ GEMMA4 = Architecture(
         ),
     ),
     refused_model_types={
-        "gemma4": "a multimodal checkpoint; only text checkpoints (gemma4_text) run for now",
-        "gemma4_unified": "a multimodal checkpoint; only text checkpoints (gemma4_text) run for now",
+        "gemma4_unified": "the unified family, which shares its name only",
         "gemma4_assistant": "an assistant for speculative decoding",
     },
     tiny_config=TINY,
@@ -190,4 +193,47 @@ GEMMA4 = Architecture(
             30_697_345_280,
         ),
     ),
+)
+
+
+def _inside(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a text model's config as a multimodal config holds them."""
+    outer = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
+    return {**outer, "text_config": {**TINY, "initializer_range": 0.1, **values}}
+
+
+GEMMA4_MULTIMODAL = dataclasses.replace(
+    GEMMA4,
+    family="gemma4_multimodal",
+    model_types=("gemma4",),
+    decoder="model.language_model",
+    checkpoint_prefixes=("model.language_model.", "language_model.model."),
+    has_outer_linears=lambda config: True,
+    absent=("model.vision_tower", "model.embed_vision", "model.audio_tower", "model.embed_audio"),
+    refused_model_types={},
+    tiny_config={
+        "model_type": "gemma4",
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+        "audio_config": None,
+        "boi_token_id": 120,
+        "eoi_token_id": 121,
+        "image_token_id": 122,
+        "video_token_id": 123,
+        "audio_token_id": 124,
+        **_inside({"tie_word_embeddings": True}),
+    },
+    parity_cases=tuple(
+        dataclasses.replace(
+            case, config=_inside(case.config), quirk=_inside({**case.config, **case.quirk}) if case.quirk else {}
+        )
+        for case in GEMMA4.parity_cases
+    ),
+    published=(),
 )

@@ -76,7 +76,7 @@ def test_plugins(poros: Callable[..., tuple[int, str, str]]) -> None:
     found = {info["name"]: info for info in json.loads(out)}
     assert found["qwen"]["distribution"] == "poros-arch-qwen"
     assert found["qwen"]["model_types"] == ["qwen2", "qwen3"]
-    assert found["gemma"]["families"] == ["gemma3", "gemma3_multimodal", "gemma4"]
+    assert found["gemma"]["families"] == ["gemma3", "gemma3_multimodal", "gemma4", "gemma4_multimodal"]
     assert found["bench"]["hooks"] == ["poros_bench_methods", "poros_commands"]
     assert all(info["version"] for info in found.values())
     code, out, _ = poros("plugins")

@@ -7,6 +7,7 @@ tensors more, never a whole layer or model in 16 bit.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -127,6 +128,12 @@ def plan_reading(
     left_out = tuple(
         f"{prefix}{architecture.layers}.{index}." for index in range(len(skeleton.layers), layers_in_files or 0)
     )
+    # What transformers says may be in the files for nothing: keys and values of layers that share those of others.
+    ignored = [
+        re.compile(pattern)
+        for module in (skeleton.model, skeleton.decoder)
+        for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ]
     stray = [
         name
         for name in shards.names
@@ -134,6 +141,7 @@ def plan_reading(
         and name.startswith(prefix)
         and not name.startswith(left_out)
         and not name.endswith("rotary_emb.inv_freq")
+        and not any(pattern.search(name) for pattern in ignored)
     ]
     problems.extend(f"{name} is in the files, but the model has no such tensor" for name in stray)
     if problems:

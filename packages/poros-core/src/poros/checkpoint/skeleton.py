@@ -147,7 +147,9 @@ def build_skeleton(
     with _default_dtype(COMPUTE_DTYPE):  # bitsandbytes makes the biases of its layers in the default dtype
         quantizer.preprocess_model(model=model, device_map={"": str(device)})
     for path in architecture.absent:
-        model.set_submodule(path, Absent(path))
+        parent, _, name = path.rpartition(".")
+        if getattr(model.get_submodule(parent), name, None) is not None:  # a config may leave it out
+            model.set_submodule(path, Absent(path))
     decoder = model.get_submodule(architecture.decoder)
     layers = decoder.get_submodule(architecture.layers)
     if quantised is not None:
