@@ -15,7 +15,7 @@ from poros.engine.adapters import lora_config
 from poros.errors import UnsupportedError
 from poros.parity.stock import make_adapters_count
 from poros.testing.checkpoints import make_checkpoint
-from poros.testing.conformance import ArchitectureConformance
+from poros.testing.conformance import ArchitectureConformance, marks
 from poros_arch_gemma.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
 
 
@@ -46,7 +46,7 @@ def test_text_only_and_multimodal_class_agree_on_the_same_weights(tmp_path: Path
         model = poros.load(directory, lora=lora, seed=0, device="cpu")
         make_adapters_count(model, 0)
         model.train()
-        output = model(input_ids=ids, labels=ids, use_cache=False)
+        output = model(input_ids=ids, labels=ids, use_cache=False, **marks(model, ids))
         output.loss.backward()
         found.append([output.logits, output.loss, *(p.grad for p in model.parameters() if p.requires_grad)])
     assert len(found[0]) == len(found[1]) > 2

@@ -368,3 +368,26 @@ def test_a_checkpoint_of_the_trainer_loads_back(ready: tuple[Path, Path], tmp_pa
     theirs = {name: p for name, p in loaded.named_parameters() if p.requires_grad}
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+
+def test_the_text_tower_of_a_multimodal_checkpoint_is_trained(
+    families: dict[str, Architecture], tmp_path: Path, plugins: Plugins
+) -> None:
+    """The rows say of every token that it is text, which some versions of transformers ask for."""
+    family = families["gemma3_multimodal"]
+    values = {"text_config": {**family.tiny_config["text_config"], "vocab_size": 512}}
+    directory = make_checkpoint(tmp_path / "model", family, values)
+    make_tokenizer(["a few words, and a few more"]).save_pretrained(directory)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": f"a few words {number}"}) + "\n" for number in range(8)))
+    config = load_config(
+        overrides={
+            "model.path": str(directory),
+            "data.path": str(data),
+            "out": str(tmp_path / "out"),
+            "training.steps": 2,
+        }
+    )
+    result = train(config, plugins, Listener())
+    assert len(result.losses) == 2
+    assert (tmp_path / "out" / ADAPTER).is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,15 @@ def causal_lm(model: nn.Module) -> Any:
 def config_of(base: Any) -> Any:
     """The config of a causal-LM model's text decoder: its own, or a part of it in a multimodal model."""
     return base.config.get_text_config()
+
+
+def text_marks(base: Any) -> tuple[str, ...]:
+    """Inputs that tell a multimodal class what each token is; zeros mean text.
+
+    Processors make them, tokenizers don't, and some versions of transformers refuse to train without.
+    """
+    taken = inspect.signature(type(base).forward).parameters
+    return tuple(name for name in ("token_type_ids", "mm_token_type_ids") if name in taken)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from poros.checkpoint.skeleton import cut_layers
+from poros.engine.parts import causal_lm, text_marks
 from poros.parity.surfaces import CPU, Trace, record_layer_outputs
 
 Accumulate = Callable[[Sequence[Callable[[], None]]], object]
@@ -160,7 +161,10 @@ def training_steps(
     batches = make_batches(work, model.config.get_text_config().vocab_size)
     trace = Trace(keep_on=keep_on or CPU)
 
+    marks = text_marks(causal_lm(model))
+
     def forward(batch: dict[str, Tensor]) -> Any:
+        batch = {**batch, **{name: torch.zeros_like(batch["input_ids"]) for name in marks}}
         with torch.autocast(device.type, torch.bfloat16):
             return model(**{name: tensor.to(device) for name, tensor in batch.items()}, use_cache=False)
 

@@ -38,7 +38,7 @@ from poros.config import LoraPart
 from poros.engine.adapters import lora_config, narrowed
 from poros.engine.attach import engine_of
 from poros.engine.attention import attention_path
-from poros.engine.parts import DecoderParts, causal_lm
+from poros.engine.parts import DecoderParts, causal_lm, text_marks
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import SURFACES, Comparison, compare
 from poros.plugins import Plugins, load_plugins
@@ -232,7 +232,7 @@ class ArchitectureConformance:
         ids = torch.arange(3, 3 + case.sequence_length)[None] % 64
         for model in self.models(checkpoint(case), checkpoint(case), plugins, dropout=0.0):
             with torch.no_grad(), attention_path("fused"):
-                logits.append(model.train()(input_ids=ids, use_cache=False).logits)
+                logits.append(model.train()(input_ids=ids, use_cache=False, **marks(model, ids)).logits)
         assert torch.equal(*logits)
 
     def test_a_saved_adapter_loads_in_stock_and_counts(
@@ -244,10 +244,10 @@ class ArchitectureConformance:
         stock.unload()
         ids = torch.arange(3, 3 + case.sequence_length)[None] % 64
         with torch.no_grad(), attention_path("fused"):
-            without = base.train()(input_ids=ids, use_cache=False).logits
+            without = base.train()(input_ids=ids, use_cache=False, **marks(base, ids)).logits
             loaded = PeftModel.from_pretrained(base, tmp_path)
-            within = loaded.train()(input_ids=ids, use_cache=False).logits
-            right = streamed.train()(input_ids=ids, use_cache=False).logits
+            within = loaded.train()(input_ids=ids, use_cache=False, **marks(base, ids)).logits
+            right = streamed.train()(input_ids=ids, use_cache=False, **marks(base, ids)).logits
         assert torch.equal(within, right)
         assert not torch.equal(within, without)
 
@@ -298,6 +298,11 @@ class ArchitectureConformance:
 def lora(dropout: float) -> LoraConfig:
     """Small adapters on every linear layer."""
     return lora_config(LoraPart(rank=4, alpha=8, dropout=dropout))
+
+
+def marks(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """What a multimodal class wants to be told about text."""
+    return {name: torch.zeros_like(ids) for name in text_marks(causal_lm(model))}
 
 
 def _is_excused(method: Any) -> bool:

@@ -120,6 +120,7 @@ class Collator:
 
     pad_id: int
     multiple_of: int
+    marks: tuple[str, ...] = ()
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         import torch
@@ -130,14 +131,18 @@ class Collator:
         def padded(values: Iterable[Sequence[int]], filler: int) -> torch.Tensor:
             return torch.tensor([[*value, *[filler] * (width - len(value))] for value in values], dtype=torch.long)
 
+        ids = padded((row["input_ids"] for row in rows), self.pad_id)
         return {
-            "input_ids": padded((row["input_ids"] for row in rows), self.pad_id),
+            "input_ids": ids,
+            **{name: torch.zeros_like(ids) for name in self.marks},
             "attention_mask": padded(([1] * len(row["input_ids"]) for row in rows), 0),
             "labels": padded((row["labels"] for row in rows), IGNORED),
         }
 
 
-def collator(tokenizer: Tokenizer, pad_to_multiple_of: int, *, vocab_size: int | None = None) -> Collator:
+def collator(
+    tokenizer: Tokenizer, pad_to_multiple_of: int, *, vocab_size: int | None = None, marks: tuple[str, ...] = ()
+) -> Collator:
     """The `data_collator` for `transformers.Trainer`.
 
     Args:
@@ -145,11 +150,12 @@ def collator(tokenizer: Tokenizer, pad_to_multiple_of: int, *, vocab_size: int |
         pad_to_multiple_of: Few different lengths mean few different shapes.
         vocab_size: Rows of the model's embedding. A padding token that was added to the tokenizer only has none there,
             and 0 takes its place; what fills a padded place has no effect.
+        marks: Further inputs, of zeros, that tell a multimodal model that every token is text.
     """
     pad = tokenizer.pad_token_id
     if pad is None or (vocab_size is not None and pad >= vocab_size):
         pad = 0
-    return Collator(pad, pad_to_multiple_of)
+    return Collator(pad, pad_to_multiple_of, marks)
 
 
 def prepare(

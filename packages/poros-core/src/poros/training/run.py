@@ -23,6 +23,7 @@ from poros.engine.adapters import check_lora, lora_config
 from poros.engine.attach import engine_of
 from poros.engine.attention import attention_path
 from poros.engine.load import default_device, load
+from poros.engine.parts import causal_lm, text_marks
 from poros.errors import CheckpointError, PorosError, UnsupportedError
 from poros.plugins import Plugins
 from poros.provenance import host_peak_bytes, provenance
@@ -206,7 +207,10 @@ def _run(
         train_dataset=rows.dataset(),
         eval_dataset=held_out.dataset() if held_out is not None else None,
         data_collator=collator(
-            tokenizer, config.data.pad_to_multiple_of, vocab_size=model.config.get_text_config().vocab_size
+            tokenizer,
+            config.data.pad_to_multiple_of,
+            vocab_size=model.config.get_text_config().vocab_size,
+            marks=text_marks(causal_lm(model)),
         ),
         callbacks=[observer],
     )
