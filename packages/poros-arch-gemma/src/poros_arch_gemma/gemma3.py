@@ -143,7 +143,8 @@ GEMMA3_MULTIMODAL = dataclasses.replace(
     family="gemma3_multimodal",
     model_types=("gemma3",),
     decoder="model.language_model",
-    checkpoint_prefixes=("language_model.model.", "model.language_model."),
+    # As the hub has them; as transformers keeps them; and as transformers 5.5 saves them.
+    checkpoint_prefixes=("language_model.model.", "model.language_model.", "model.language_model.model."),
     final_softcap=lambda config: None,  # the multimodal class doesn't apply it, whatever the config says
     has_outer_linears=lambda config: True,
     absent=("model.vision_tower", "model.multi_modal_projector"),

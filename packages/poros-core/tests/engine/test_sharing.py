@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import poros
 from poros.architecture import Architecture
@@ -74,6 +76,10 @@ def test_every_surface(
     assert result.identical, str(result.difference)
 
 
+@pytest.mark.xfail(
+    Version(transformers.__version__) < Version("5.10"),
+    reason="transformers 5.5 shares keys and values through a cache only, which training doesn't have",
+)
 def test_gradients_that_do_not_come_back_break_parity(
     e_series: Path, families: dict[str, Architecture], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
