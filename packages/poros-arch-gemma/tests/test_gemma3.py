@@ -13,9 +13,9 @@ from transformers import AutoConfig
 
 import poros
 from poros.config import LoraPart
-from poros.engine.adapters import lora_config
+from poros.engine.adapters import lora_config, narrowed
 from poros.errors import UnsupportedError
-from poros.parity.stock import make_adapters_count
+from poros.parity.stock import load_stock, make_adapters_count
 from poros.testing.checkpoints import make_checkpoint
 from poros.testing.conformance import ArchitectureConformance, marks
 from poros_arch_gemma.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
@@ -82,3 +82,23 @@ def test_a_bidirectional_checkpoint_is_refused() -> None:
     assert refusal is not None
     assert refusal.name == "bidirectional attention"
     assert GEMMA3.refusal(AutoConfig.for_model(**GEMMA3.tiny_config)) is None
+
+
+def test_a_multimodal_model_that_is_there_already_can_be_attached(tmp_path: Path) -> None:
+    """Its towers stay as they are; the text decoder streams."""
+    whole = make_checkpoint(tmp_path / "whole", GEMMA3_MULTIMODAL)
+    config = AutoConfig.from_pretrained(whole).get_text_config()
+    lora = narrowed(lora_config(LoraPart(rank=4)), GEMMA3_MULTIMODAL, config)
+    ids = torch.arange(3, 19)[None]
+    found = []
+    for attached in (False, True):
+        model = load_stock(whole, lora, 0, torch.device("cpu"))
+        make_adapters_count(model, 0)
+        if attached:
+            poros.attach(model)
+        model.train()
+        output = model(input_ids=ids, labels=ids, use_cache=False, **marks(model, ids))
+        output.loss.backward()
+        found.append([output.logits, output.loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) > 2
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -20,7 +20,7 @@ from poros_arch_gemma.gemma4 import E_SERIES, GEMMA4, GEMMA4_MULTIMODAL
 
 OLD = pytest.mark.xfail(
     Version(transformers.__version__) < Version("5.10"),
-    reason="transformers 5.5 builds keys and values for layers that read those of others, and without a cache uses them",
+    reason="transformers 5.5 builds keys and values for layers that share, and uses them when there is no cache",
 )
 
 
