@@ -348,7 +348,8 @@ def _outside(
             prefix + name.removeprefix(f"{architecture.decoder}.") if name.startswith(architecture.decoder) else name
         )
         if name == head and source not in shards:
-            source = prefix.removesuffix("model.") + name  # a multimodal checkpoint keeps it beside its text decoder
+            # A multimodal checkpoint keeps it beside its text decoder.
+            source = next((other for other in shards.names if other.endswith(f".{head}")), name)
         if source not in shards:
             why = " (the config says that head and embedding are not tied)" if name == head else ""
             problems.append(f"{source} is missing{why}")
