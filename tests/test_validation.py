@@ -36,3 +36,12 @@ def test_every_receipt_is_valid_and_described(file: str) -> None:
     assert read_receipts(VALIDATION / file)
     page = (VALIDATION / "README.md").read_text()
     assert file in page or f"{file.partition('h200')[0]}h200*" in page
+
+
+def test_the_table_of_stacks_is_what_was_found() -> None:
+    spec = importlib.util.spec_from_file_location("validation_stacks", VALIDATION / "stacks.py")
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.table() in (ROOT / "docs" / "stacks.md").read_text()
+    assert " failed" not in module.table()
