@@ -18,8 +18,9 @@ from peft import get_peft_model
 import poros
 from poros.config import LoraPart, StreamConfig
 from poros.engine.adapters import lora_config
-from poros.engine.attach import attach, engine_of
+from poros.engine.attach import attach
 from poros.engine.attention import attention_path
+from poros.engine.engine import engine_of
 from poros.engine.graphs import GraphExecutor
 from poros.engine.parts import DecoderParts
 from poros.parity.fit import cut_to_fit

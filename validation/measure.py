@@ -28,7 +28,8 @@ from torch.profiler import ProfilerActivity, profile
 import poros
 from poros.config import LoraPart, hash_of
 from poros.engine.adapters import lora_config
-from poros.engine.attach import attach, engine_of
+from poros.engine.attach import attach
+from poros.engine.engine import engine_of
 from poros.engine.attention import attention_path
 from poros.engine.load import default_device
 from poros.parity.resident import random_resident

@@ -21,11 +21,13 @@ from poros.hookspecs import hookimpl
 if TYPE_CHECKING:
     from poros.engine.attach import attach, close
     from poros.engine.load import load
+    from poros.engine.optimizer import HostAdamW
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Architecture",
+    "HostAdamW",
     "ParityCase",
     "PorosError",
     "PublishedShape",
@@ -48,4 +50,8 @@ def __getattr__(name: str) -> Any:
         from poros.engine.load import load
 
         return load
+    if name == "HostAdamW":
+        from poros.engine.optimizer import HostAdamW
+
+        return HostAdamW
     raise AttributeError(f"module 'poros' has no attribute {name!r}")

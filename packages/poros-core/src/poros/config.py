@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
@@ -27,6 +27,10 @@ Tier = Literal["auto", "pinned", "pageable"]
 
 ExecutorName = Literal["auto", "eager", "graphs"]
 """What runs a block: ordinary Python, or recorded CUDA graphs."""
+
+
+Place = Literal["device", "host"]
+"""Where something lives: in the GPU's memory, or in the host's."""
 
 
 class Part(BaseModel):
@@ -120,6 +124,34 @@ class StreamConfig(Part):
         True,
         description="restore a block's 4-bit weights once a visit: less GPU time, one block in bf16 more GPU memory",
     )
+    embedding: Place = Field("device", description="`host` gathers its rows in host memory and sends them")
+    head: Place = Field(
+        "device",
+        description="`host` brings it once a step, to the memory that the blocks have at other times; where it is the "
+        "embedding's own matrix, both are on the host or neither",
+    )
+    optimizer: Place = Field("device", description="the moments of AdamW; the update is always on the device")
+    boundaries: Place = Field("device", description="the inputs of the blocks, kept for the backward pass")
+    loss_rows: PositiveInt | None = Field(
+        None, description="tokens whose loss is worked out at a time; all together by default"
+    )
+
+
+class StreamOptions(TypedDict, total=False):
+    """The keys of `StreamConfig`, as keyword arguments."""
+
+    block_size: int
+    slots: int
+    tier: Tier
+    executor: ExecutorName
+    resident: int | Literal["all"]
+    recompute: bool
+    restore_once: bool
+    embedding: Place
+    head: Place
+    optimizer: Place
+    boundaries: Place
+    loss_rows: int | None
 
 
 class RunConfig(Part):

@@ -18,7 +18,7 @@ from poros.architecture import Architecture
 from poros.checkpoint.frozen import frozen_tensors
 from poros.config import LoraPart
 from poros.engine.adapters import lora_config
-from poros.engine.attach import engine_of
+from poros.engine.engine import engine_of
 from poros.engine.parts import DecoderParts
 from poros.errors import CheckpointError, UnsupportedError
 from poros.parity.stock import load_stock

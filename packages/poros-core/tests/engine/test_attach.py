@@ -17,7 +17,8 @@ from peft import LoraConfig, PeftModel, VeraConfig, get_peft_model
 import poros
 from poros.config import LoraPart
 from poros.engine.adapters import lora_config
-from poros.engine.attach import attach, engine_of
+from poros.engine.attach import attach
+from poros.engine.engine import engine_of
 from poros.errors import ConfigError, StreamError, UnsupportedError
 from poros.parity.stock import load_stock, make_adapters_count
 from poros.plugins import Plugins

@@ -21,8 +21,8 @@ import poros
 from poros.architecture import Architecture
 from poros.config import LoraPart
 from poros.engine.adapters import lora_config
-from poros.engine.attach import engine_of
 from poros.engine.attention import attention_path
+from poros.engine.engine import engine_of
 from poros.engine.executor import rng_state
 from poros.engine.graphs import GraphExecutor
 from poros.engine.parts import DecoderParts

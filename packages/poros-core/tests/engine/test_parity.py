@@ -15,8 +15,9 @@ import poros
 from poros.architecture import Architecture
 from poros.config import LoraPart
 from poros.engine.adapters import lora_config
-from poros.engine.attach import attach, engine_of
+from poros.engine.attach import attach
 from poros.engine.attention import attention_path
+from poros.engine.engine import engine_of
 from poros.engine.parts import DecoderParts
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import SURFACES, Trace, compare

@@ -16,8 +16,9 @@ from poros.architecture import Architecture
 from poros.config import LoraPart
 from poros.engine import sharing
 from poros.engine.adapters import lora_config, narrowed
-from poros.engine.attach import attach, engine_of
+from poros.engine.attach import attach
 from poros.engine.attention import attention_path
+from poros.engine.engine import engine_of
 from poros.engine.parts import DecoderParts, config_of
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import Comparison, compare

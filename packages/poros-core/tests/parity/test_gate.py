@@ -14,8 +14,8 @@ import poros
 from poros.architecture import Architecture
 from poros.config import LoraPart, StreamConfig
 from poros.engine.adapters import lora_config
-from poros.engine.attach import engine_of
 from poros.engine.attention import attention_path
+from poros.engine.engine import engine_of
 from poros.engine.executor import EagerExecutor
 from poros.engine.parts import DecoderParts
 from poros.parity import gate

@@ -143,3 +143,41 @@ def test_holding_lets_a_copy_start_at_the_turn() -> None:
     schedule = Schedule.training(num_blocks=4, num_slots=2)
     assert schedule.next_copy(4, [2, 3], locked=(1,)) is None
     assert schedule.next_copy(4, [2, 3], held=3) == Copy(block=1, slot=1, ahead=2)
+
+
+@pytest.mark.parametrize("num_blocks", range(1, 8))
+@pytest.mark.parametrize("num_slots", range(1, 5))
+@pytest.mark.parametrize("holding", [False, True])
+@pytest.mark.parametrize("resident", [0, 2])
+def test_a_head_costs_one_copy_and_what_the_upper_turn_would_have_kept(
+    num_blocks: int, num_slots: int, holding: bool, resident: int
+) -> None:
+    at_home = evenly_spread(resident, num_blocks)
+    moving = num_blocks - len(at_home)
+    if moving < num_slots:
+        return
+    schedule = Schedule.training(num_blocks, num_slots, at_home, head=True)
+    played = schedule.copies(4, holding)
+    kept = min(num_slots, moving)
+    heads = [sum(copy.block == num_blocks for copy in started) for started in played]
+    blocks = [sum(copy.block != num_blocks for copy in started) for started in played]
+    assert heads == [1] * 4
+    assert blocks[1:] == [2 * moving - kept] * 3
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_the_head_waits_for_the_last_block_and_is_overwritten_after_its_own_visits(num_slots: int) -> None:
+    schedule = Schedule.training(3, num_slots, head=True)
+    head = 3
+    last = schedule.position(Visit(2, Phase.FORWARD))
+    contents: list[int | None] = [2, 1, 0][:num_slots]
+    assert schedule.whole == head
+    assert schedule.next_copy(last, contents) is None or schedule.next_copy(last, contents).block != head  # type: ignore[union-attr]
+    assert schedule.next_copy(last + 1, contents, busy=True) is None
+    assert schedule.next_copy(last + 1, contents, locked=(0,)) is None
+    found = schedule.next_copy(last + 1, contents)
+    assert found == Copy(head, 0, 0)
+    assert schedule.after(found, contents) == [head] * num_slots
+    after = schedule.next_copy(last + 3, [head] * num_slots)
+    assert after is not None and after.block == 2
+    assert schedule.after(after, [head] * num_slots).count(head) == 0

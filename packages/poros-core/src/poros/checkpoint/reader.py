@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import bitsandbytes as bnb
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from poros.checkpoint.frozen import FrozenTensor, packed_layout, state_tensors
 from poros.checkpoint.packing import Packing
 from poros.checkpoint.shards import Shards
-from poros.checkpoint.skeleton import COMPUTE_DTYPE, Skeleton
+from poros.checkpoint.skeleton import COMPUTE_DTYPE, Skeleton, placeholder
 from poros.errors import CheckpointError, UnsupportedError
 from poros.store.store import HostStore
 
@@ -153,14 +154,30 @@ def plan_reading(
     return ReadPlan(packings, prefixes, outside, tied)
 
 
-def fill_outside(skeleton: Skeleton, shards: Shards, plan: ReadPlan, device: torch.device) -> None:
+def fill_outside(
+    skeleton: Skeleton,
+    shards: Shards,
+    plan: ReadPlan,
+    device: torch.device,
+    tables: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """Load what lies outside the layers (embedding, final norm, head) onto the device; tie what is tied.
 
     In bf16, but for linear layers that stock would quantise too: those become 4-bit and stay on the device.
+
+    Args:
+        skeleton, shards, plan: The model, the files, and what belongs where.
+        device: Where the model will run.
+        tables: Name in the model -> a tensor in host memory to be filled instead; a placeholder takes its place.
     """
     for name, source in plan.outside.items():
         path, _, attribute = name.rpartition(".")
         module = skeleton.model.get_submodule(path)
+        if name in tables:
+            tables[name].copy_(shards.read(source))
+            empty = placeholder(tables[name].dtype, tuple(tables[name].shape), device)
+            module._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+            continue
         value = shards.read(source).to(device=device, dtype=COMPUTE_DTYPE, copy=True)
         if isinstance(module, bnb.nn.Linear4bit) and attribute == "weight":
             storage = module.quant_storage if hasattr(module, "quant_storage") else torch.uint8

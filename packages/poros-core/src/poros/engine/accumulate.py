@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from poros.engine.boundaries import Boundary
 from poros.engine.executor import Batch, BlockSignature, Surroundings, rng_state, set_rng_state
 from poros.engine.prologue import Prologue
 from poros.errors import StreamError
 from poros.stream.schedule import Phase
 
 if TYPE_CHECKING:
-    from poros.engine.attach import Engine
+    from poros.engine.engine import Engine
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ class _MicroBatch:
         surroundings: In which the decoder was called.
         signatures: Of each block when the decoder was called.
         hidden: Where it has come to, [batch, tokens, hidden]; the gradient on its way back.
-        inputs: Input of each block.
+        inputs: Input of each block, kept until its backward pass.
         states: Random state before each block.
         autocast: Whether the backward pass runs under autocast.
     """
@@ -60,7 +61,7 @@ class _MicroBatch:
     surroundings: Surroundings
     signatures: list[BlockSignature]
     hidden: Tensor
-    inputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Boundary] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     autocast: bool = False
 
@@ -108,7 +109,8 @@ def accumulate(engine: Engine, micro_steps: Sequence[Callable[[], T]]) -> list[T
     set_rng_state(start, device)
     _forward(engine, micro_batches, start)
     end = rng_state(device)
-    results = [_run_epilogue(engine, step, one) for step, one in zip(micro_steps, micro_batches, strict=True)]
+    with engine.streamer.keeping_head():
+        results = [_run_epilogue(engine, step, one) for step, one in zip(micro_steps, micro_batches, strict=True)]
     if not torch.equal(rng_state(device), end):
         raise StreamError(
             "a micro-batch drew random numbers outside the decoder's layers", "accumulate in a plain loop"
@@ -183,7 +185,7 @@ def _forward(engine: Engine, micro_batches: Sequence[_MicroBatch], start: Tensor
     for one in micro_batches:
         for block in range(num_blocks):
             one.states.append(rng_state(engine.device))
-            one.inputs.append(one.hidden)
+            one.inputs.append(engine.executor.boundaries.put(one.hidden))
             with engine.executor.visiting(block, Phase.FORWARD) as visit:
                 one.hidden = visit.forward(one.hidden, one.batch, one.surroundings)
             engine.draws[block, one.shape] = _draws(one.states[-1], rng_state(engine.device))
@@ -205,7 +207,7 @@ def _forward_by_block(
             for one, ahead in zip(micro_batches, states, strict=True):
                 set_rng_state(ahead[block], engine.device)
                 one.states.append(ahead[block])
-                one.inputs.append(one.hidden)
+                one.inputs.append(engine.executor.boundaries.put(one.hidden))
                 one.hidden = visit.forward(one.hidden, one.batch, one.surroundings)
                 if _draws(ahead[block], rng_state(engine.device)) != engine.draws[block, one.shape]:
                     return False
@@ -224,9 +226,12 @@ def _backward(
         adapters = adapters_of[block]
         with engine.executor.visiting(block, Phase.BACKWARD) as visit:
             engine.executor.check_unchanged(block, signatures[block])
-            for one in micro_batches:
+            for number, one in enumerate(micro_batches):
                 surroundings = dataclasses.replace(one.surroundings, rng=one.states.pop())
-                hidden = one.inputs.pop()
+                hidden = one.inputs.pop().take()
+                following = micro_batches[(number + 1) % len(micro_batches)]
+                if following.inputs and block > lowest:
+                    following.inputs[-1].start()
                 one.batch.check_unchanged()
                 with torch.autocast(engine.device.type, dtype=surroundings.autocast[2], enabled=one.autocast):
                     first, gradients = visit.backward(

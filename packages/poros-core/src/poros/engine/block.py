@@ -33,8 +33,9 @@ class _BlockFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.executor, ctx.block, ctx.batch, ctx.surroundings = executor, block, batch, surroundings
         ctx.adapters = adapters
-        # The adapters are saved as well, only for autograd's check that nothing changed them before the backward pass.
-        ctx.save_for_backward(hidden, *adapters)
+        ctx.boundary, ctx.below = executor.keep_boundary(block, hidden)
+        # Saved only for autograd's check that nothing changed them before the backward pass.
+        ctx.save_for_backward(*(() if executor.boundaries.away else (hidden,)), *adapters)
         with executor.visiting(block, Phase.FORWARD) as visit:
             ctx.signature = executor.signature(block)
             ctx.kept = None
@@ -46,7 +47,10 @@ class _BlockFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        hidden = ctx.saved_tensors[0]
+        assert ctx.saved_tensors  # autograd's check
+        hidden = ctx.boundary.take()
+        if ctx.below is not None:
+            ctx.below.start()
         ctx.batch.check_unchanged()
         with ctx.executor.visiting(ctx.block, Phase.BACKWARD) as visit:
             ctx.executor.check_unchanged(ctx.block, ctx.signature)

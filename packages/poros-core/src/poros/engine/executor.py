@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from poros.engine.attention import allow_attention_backends, attention_backends
+from poros.engine.boundaries import Boundaries, Boundary, DeviceBoundaries
 from poros.engine.prologue import Call
 from poros.engine.signature import LayerSignature, tensors_of
 from poros.engine.template import Template
@@ -128,10 +129,19 @@ class EagerExecutor:
         streamer: Brings a block's bytes.
         blocks: The templates of each block's layers.
         keeping: Blocks whose activations are kept from the forward pass to the backward pass; they must be resident.
+        boundaries: Where the inputs of blocks are kept; on the device by default.
     """
 
-    def __init__(self, streamer: Streamer, blocks: Sequence[Sequence[Template]], keeping: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        streamer: Streamer,
+        blocks: Sequence[Sequence[Template]],
+        keeping: Collection[int] = (),
+        boundaries: Boundaries | None = None,
+    ) -> None:
         self.keeping = frozenset(keeping)
+        self.boundaries = boundaries or DeviceBoundaries()
+        self._below: Boundary | None = None
         self._streamer = streamer
         self._blocks = [tuple(block) for block in blocks]
         starts = [0]
@@ -152,6 +162,13 @@ class EagerExecutor:
             repeated: Whether a visit of a block will run it several times.
         """
         return Batch.of(calls, training)
+
+    def keep_boundary(self, block: int, hidden: Tensor) -> tuple[Boundary, Boundary | None]:
+        """Keep a block's input; gives it, and that of the block below, which is wanted after it."""
+        boundary = self.boundaries.put(hidden)
+        below = self._below if block else None
+        self._below = boundary if self.boundaries.away and block + 1 < len(self) else None
+        return boundary, below
 
     def adapters(self, block: int) -> list[nn.Parameter]:
         """The trainable parameters of a block."""

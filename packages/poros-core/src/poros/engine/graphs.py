@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from poros.checkpoint.frozen import frozen_tensors
+from poros.engine.boundaries import Boundaries
 from poros.engine.chain import Link, record_chain
 from poros.engine.executor import Batch, EagerExecutor, Surroundings, Visit, set_rng_state
 from poros.engine.kernels.linear import FusedLinear4bit, can_fuse, fused_layers, matches
@@ -61,7 +62,7 @@ from poros.engine.signature import (
 from poros.engine.template import Template
 from poros.engine.unused import skipping, unused_values
 from poros.stream.schedule import Phase
-from poros.stream.slots import Slot
+from poros.stream.slots import Arena, Slot
 from poros.stream.streamer import Lease, Streamer
 
 log = logging.getLogger(__name__)
@@ -75,8 +76,10 @@ class GraphExecutor(EagerExecutor):
         blocks: The templates of each block's layers.
         kinds: The layer kind of each layer.
         keeping: Blocks whose activations are kept.
+        boundaries: Where the inputs of blocks are kept; on the device by default.
         restore_once: Whether every visit takes its block out of the slot (see `poros.engine.outside`), or only one that
             runs the block several times.
+        arena: Memory for what is taken out, if the head has it at other times.
         max_shapes: Batch shapes whose graphs are kept; the least recently used go first.
         fuse: Whether to restore weights with Poros's own kernel where it gives the same bits.
 
@@ -94,11 +97,14 @@ class GraphExecutor(EagerExecutor):
         blocks: Sequence[Sequence[Template]],
         kinds: Sequence[str],
         keeping: Collection[int] = (),
+        boundaries: Boundaries | None = None,
+        *,
         restore_once: bool = True,
+        arena: Arena | None = None,
         max_shapes: int = 4,
         fuse: bool = True,
     ) -> None:
-        super().__init__(streamer, blocks, keeping)
+        super().__init__(streamer, blocks, keeping, boundaries)
         self.num_recorded = 0
         self.record_seconds = 0.0
         self.num_replays = 0
@@ -111,7 +117,7 @@ class GraphExecutor(EagerExecutor):
         self._fuse = fuse
         self._shapes: OrderedDict[Signature, ShapeGraphs] = OrderedDict()
         self._alive: weakref.WeakSet[ShapeGraphs] = weakref.WeakSet()  # those of batches under way included
-        self._buffers: Buffers = {}
+        self._buffers = Buffers(arena)
         self._takings: dict[Signature, dict[int, Callable[[], None]]] = {}
         self._taking_pool = Pool()
         self._tried: dict[Signature, bool] = {}
@@ -237,7 +243,7 @@ class GraphExecutor(EagerExecutor):
             graphs.chain.clear()
             if not any(shape.recorded for shape in self._alive):
                 self._takings.clear()
-                self._buffers.clear()
+                self._buffers.forget()
             log.warning(
                 "no room to record graphs for %s; such batches run eagerly, which is slower and gives the same numbers",
                 " x ".join(map(str, graphs.hidden.shape)),

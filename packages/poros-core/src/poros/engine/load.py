@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -13,9 +13,12 @@ from poros.checkpoint.locate import find_prefix, read_config, resolve
 from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, plan_reading
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, cut_layers, read_model_config
+from poros.config import StreamConfig, StreamOptions, validated
 from poros.engine.adapters import check_lora, check_targets, narrowed, with_adapters
-from poros.engine.attach import Engine, check_trainable, start_streaming, stream_config
+from poros.engine.engine import Engine, check_trainable, start_streaming
+from poros.engine.loss import check_loss
 from poros.engine.parts import DecoderParts
+from poros.engine.vocabulary import Vocabulary
 from poros.errors import UnsupportedError
 from poros.plugins import Plugins, load_plugins
 from poros.store.tiers import make_store
@@ -36,19 +39,13 @@ def load(
     lora: LoraConfig | None = None,
     seed: int | None = None,
     revision: str | None = None,
-    block_size: int = 1,
-    slots: int = 2,
-    tier: str = "auto",
-    executor: str = "auto",
-    resident: int | str = 0,
-    recompute: bool = True,
-    restore_once: bool = True,
     device: torch.device | str | None = None,
     num_layers: int | None = None,
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
     name: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **stream: Unpack[StreamOptions],
 ) -> Any:
     """Load a checkpoint as a model whose frozen NF4 base streams.
 
@@ -61,19 +58,13 @@ def load(
         lora: Adapters to create. Without them the result is the plain causal-LM model, ready for `get_peft_model`.
         seed: Seeds torch immediately before the adapters are created, so that their values depend on nothing else.
         revision: Branch, tag or commit of a hub id.
-        block_size: Consecutive decoder layers that travel together.
-        slots: Device buffers, each of one block.
-        tier: "auto", "pinned" or "pageable" host memory.
-        executor: "auto", "eager" or "graphs"; CUDA graphs on a GPU by default.
-        resident: Blocks that stay on the device for good, evenly spread, or "all".
-        recompute: Run resident blocks again for the backward pass instead of keeping their activations.
-        restore_once: Restore a block's 4-bit weights once a visit: less GPU time, one block in bf16 more GPU memory.
         device: Where to compute; the current CUDA device where there is one.
         num_layers: Load only the first layers: another model, but enough to check one on.
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
         name: What the adapter's config calls the base; `model` by default.
         progress: Called with (bytes read, bytes in all).
+        stream: What lives where, in the words of `stream` in a run's config: slots, resident, head and so on.
 
     Returns:
         A `PeftModel`, or the transformers model when `lora` is None. Both are in the state in which stock loading
@@ -84,15 +75,7 @@ def load(
         UnsupportedError: the family, the kind of checkpoint or the adapters can't be run.
         StreamError: the host memory can't be had.
     """
-    config = stream_config(
-        block_size=block_size,
-        slots=slots,
-        tier=tier,
-        executor=executor,
-        resident=resident,
-        recompute=recompute,
-        restore_once=restore_once,
-    )
+    config = validated(StreamConfig, stream, "")
     where = torch.device(device) if device is not None else default_device()
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"Poros doesn't compute on {where.type!r} devices", "use cuda or cpu")
@@ -128,10 +111,13 @@ def load(
                 torch.manual_seed(seed)
             streamed = with_adapters(skeleton.model, lora)
             check_trainable(streamed, architecture)
-        fill_outside(skeleton, shards, plan, where)
-        store = make_store(plan.sizes, config.tier, where)
+        parts = DecoderParts.of(skeleton.model, architecture, where)
+        if config.loss_rows is not None:
+            check_loss(skeleton.model)
+        vocabulary = Vocabulary.of(parts, architecture, config, bool(plan.tied))
+        store = make_store([*plan.sizes, *vocabulary.slabs], config.tier, where)
+        fill_outside(skeleton, shards, plan, where, vocabulary.tables(store))
         fill_store(skeleton, shards, plan, store, where, progress)
-    parts = DecoderParts.of(skeleton.model, architecture)
-    engine = Engine(parts, architecture, skeleton.layers, plan.packings, store, config, transfer)
+    engine = Engine(parts, architecture, skeleton.layers, plan.packings, store, config, vocabulary, transfer)
     start_streaming(skeleton.model, skeleton.decoder, engine)
     return streamed

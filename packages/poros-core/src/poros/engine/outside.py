@@ -8,7 +8,8 @@ buffers, so what is in them is the block that was taken out last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,55 @@ from poros.engine.kernels.linear import FusedLinear4bit, fused_layers
 from poros.engine.replay import LayerCopy, bound
 from poros.engine.signature import Signature
 from poros.engine.template import Template
-from poros.stream.slots import Slot
+from poros.stream.slots import Arena, Slot, aligned
 
-Buffers = dict[Signature, Tensor]
+
+class Buffers:
+    """Where tensors are taken to: one buffer for all that are alike, made when it is first asked for.
+
+    Args:
+        arena: Holds them, as far as there is room in it.
+    """
+
+    def __init__(self, arena: Arena | None = None) -> None:
+        self._arena = arena
+        self._buffers: dict[Signature, Tensor] = {}
+
+    def get(self, position: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer for a tensor of the layer at a position of a block."""
+        key = (position, name, shape, dtype)
+        if key not in self._buffers:
+            memory = None if self._arena is None else self._arena.take(math.prod(shape) * dtype.itemsize)
+            self._buffers[key] = (
+                torch.empty(shape, dtype=dtype, device=device) if memory is None else memory.view(dtype).view(shape)
+            )
+        return self._buffers[key]
+
+    def forget(self) -> None:
+        """Give up their memory, but for what is in the arena."""
+        if self._arena is None:
+            self._buffers.clear()
+
+
+def outside_bytes(blocks: Sequence[Sequence[Template]]) -> int:
+    """Bytes of all the buffers that taking out these blocks needs."""
+    sizes = {
+        (position, *kind): aligned(math.prod(kind[1]) * kind[2].itemsize)
+        for block in blocks
+        for position, template in enumerate(block)
+        for kind in _kinds(template)
+    }
+    return sum(sizes.values())
+
+
+def _kinds(template: Template) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Name, shape and dtype of each tensor of a layer when it has been taken out."""
+    for place in template.places:
+        if not place.is_four_bit:
+            yield place.name, tuple(place.get().shape), place.get().dtype
+        elif not place.part:
+            owner: Any = place.owner
+            yield place.name, (owner.out_features, owner.in_features), torch.bfloat16
 
 
 def put_outside(copies: Sequence[LayerCopy], buffers: Buffers) -> bool:
@@ -28,7 +75,7 @@ def put_outside(copies: Sequence[LayerCopy], buffers: Buffers) -> bool:
 
     Args:
         copies: In the order of the block.
-        buffers: Where each tensor is taken to; what is missing is added.
+        buffers: Where each tensor is taken to.
 
     Returns:
         Whether that was possible: every 4-bit weight must be one of a fused layer. If not, nothing was changed.
@@ -37,21 +84,15 @@ def put_outside(copies: Sequence[LayerCopy], buffers: Buffers) -> bool:
     if not all(isinstance(place.owner, FusedLinear4bit) for place in places if place.is_four_bit):
         return False
 
-    def buffer(position: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-        key = (position, name, shape, dtype)
-        if key not in buffers:
-            buffers[key] = torch.empty(shape, dtype=dtype, device=like.device)
-        return buffers[key]
-
     for position, made in enumerate(copies):
         for place in made.template.places:
             tensor = place.get()
             if not place.is_four_bit:
-                place.set(buffer(position, place.name, tuple(tensor.shape), tensor.dtype, tensor))
+                place.set(buffers.get(position, place.name, tuple(tensor.shape), tensor.dtype, tensor.device))
             elif not place.part:
                 layer: Any = place.owner
                 shape = (layer.out_features, layer.in_features)
-                layer.restored = buffer(position, place.name, shape, torch.bfloat16, tensor)
+                layer.restored = buffers.get(position, place.name, shape, torch.bfloat16, tensor.device)
         # The template returns to what it finds now whenever it was bound to a slot.
         made.template = Template(made.template.layer, made.template.places, made.template.packing)
         made.outside = True

@@ -54,12 +54,18 @@ class DecoderParts:
     device: torch.device
 
     @classmethod
-    def of(cls, model: nn.Module, architecture: Architecture) -> DecoderParts:
-        """The parts of a causal-LM model, which may be inside a peft model."""
+    def of(cls, model: nn.Module, architecture: Architecture, device: torch.device | None = None) -> DecoderParts:
+        """The parts of a causal-LM model, which may be inside a peft model.
+
+        Args:
+            model: The model.
+            architecture: Its family.
+            device: Where it will compute, if its embedding isn't there yet.
+        """
         base = causal_lm(model)
         decoder: nn.Module = base.get_submodule(architecture.decoder)
         layers = decoder.get_submodule(architecture.layers)
         assert isinstance(layers, nn.ModuleList)
         weight = decoder.get_submodule(architecture.embedding).weight
         assert isinstance(weight, torch.Tensor)
-        return cls(base, decoder, list(layers), weight.device)
+        return cls(base, decoder, list(layers), device or weight.device)

@@ -45,7 +45,9 @@ class _SharingFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.executor, ctx.block, ctx.batch, ctx.surroundings, ctx.layout = executor, block, batch, surroundings, layout
         ctx.adapters = adapters
-        ctx.save_for_backward(hidden, *tensors)
+        ctx.boundary, ctx.below = executor.keep_boundary(block, hidden)
+        ctx.away = executor.boundaries.away
+        ctx.save_for_backward(*(() if ctx.away else (hidden,)), *tensors)
         with executor.visiting(block, Phase.FORWARD) as visit:
             ctx.signature = executor.signature(block)
             shared = _unflatten(layout, side)
@@ -59,7 +61,10 @@ class _SharingFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        hidden, *tensors = ctx.saved_tensors
+        tensors = ctx.saved_tensors if ctx.away else ctx.saved_tensors[1:]
+        hidden = ctx.boundary.take()
+        if ctx.below is not None:
+            ctx.below.start()
         count = sum(ctx.layout.values())
         ctx.batch.check_unchanged()
         needs = ctx.needs_input_grad[_HIDDEN : _HIDDEN + 1 + count]

@@ -15,10 +15,11 @@ import torch
 import transformers
 
 from poros.config import AttentionPath, LoraPart, StreamConfig, hash_of
-from poros.engine.attach import Engine, engine_of
 from poros.engine.attention import attention_path
+from poros.engine.engine import Engine, engine_of
 from poros.engine.graphs import GraphExecutor
 from poros.engine.load import default_device
+from poros.engine.optimizer import adamw_for
 from poros.engine.parts import DecoderParts
 from poros.errors import PorosError
 from poros.parity.fit import cut_to_fit
@@ -179,7 +180,8 @@ def check(
         if where.type == "cuda":
             torch.cuda.reset_peak_memory_stats(where)
         before = engine.streamer.measured()
-        trace = arm("streamed", streamed_model, work, accumulate=engine.accumulate)
+        streaming: Any = {"accumulate": engine.accumulate, "make_optimizer": adamw_for(engine.config)}
+        trace = arm("streamed", streamed_model, work, **streaming)
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         traffic = engine.streamer.measured().since(before)
@@ -196,7 +198,7 @@ def check(
         corrupt(engine, corrupted)
         _reset(streamed_model, initial)
         one_step = dataclasses.replace(work, steps=1)
-        control_trace = arm("control arm", streamed_model, one_step, accumulate=engine.accumulate)
+        control_trace = arm("control arm", streamed_model, one_step, **streaming)
         control = compare(reference, control_trace, blocks, CONTROL_SURFACES, steps=1)
         link = engine.streamer.link_gb_s()
 

@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from poros.config import AttentionPath, StreamConfig, hash_of
-from poros.engine.attach import engine_of
 from poros.engine.attention import attention_path
+from poros.engine.engine import engine_of
 from poros.engine.executor import rng_state, set_rng_state
 from poros.engine.load import default_device
+from poros.engine.optimizer import adamw_for
 from poros.engine.parts import DecoderParts
 from poros.parity.fit import cut_to_fit
 from poros.parity.gate import Announce, CheckResult, Verdict, corrupt, executor_used
 from poros.parity.source import Setting, find_source
 from poros.parity.stock import (
     Accumulate,
+    MakeOptimizer,
     Work,
     adapters_of,
     make_adapters_count,
@@ -94,14 +96,22 @@ def check_in_lockstep(
         for one in models:
             make_adapters_count(one, work.seed)
         accumulators: tuple[Accumulate, Accumulate] = (one_by_one, engine.accumulate)
+        optimizers: tuple[MakeOptimizer, MakeOptimizer] = (torch.optim.AdamW, adamw_for(engine.config))
         arms = [
             _Arm(
                 training_steps(
-                    one, DecoderParts.of(one, source.architecture).layers, work, where, accumulate, where, control=True
+                    one,
+                    DecoderParts.of(one, source.architecture).layers,
+                    work,
+                    where,
+                    accumulate,
+                    where,
+                    control=True,
+                    make_optimizer=optimizer,
                 ),
                 where,
             )
-            for one, accumulate in zip(models, accumulators, strict=True)
+            for one, accumulate, optimizer in zip(models, accumulators, optimizers, strict=True)
         ]
         surfaces: dict[str, bool | None] = dict.fromkeys(SURFACES)
         compared, losses = 0, []

@@ -20,6 +20,9 @@ from poros.parity.surfaces import CPU, Trace, record_layer_outputs
 Accumulate = Callable[[Sequence[Callable[[], None]]], object]
 """Runs the forward and backward passes of a step's micro-batches."""
 
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+"""Makes an optimizer of parameters and keyword arguments of `torch.optim.AdamW`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -116,15 +119,16 @@ def train(
     device: torch.device,
     on_step: Callable[[], None] = lambda: None,
     accumulate: Accumulate = one_by_one,
+    make_optimizer: MakeOptimizer = torch.optim.AdamW,
 ) -> Trace:
     """Run `training_steps` to the end and keep everything, on the CPU.
 
     Args:
-        model, layers, work, device, accumulate: As there.
+        model, layers, work, device, accumulate, make_optimizer: As there.
         on_step: Called after each step.
     """
     trace = Trace()
-    for part in training_steps(model, layers, work, device, accumulate):
+    for part in training_steps(model, layers, work, device, accumulate, make_optimizer=make_optimizer):
         trace.tensors.update(part.tensors)
         on_step()
     return trace
@@ -138,6 +142,7 @@ def training_steps(
     accumulate: Accumulate = one_by_one,
     keep_on: torch.device | None = None,
     control: bool = False,
+    make_optimizer: MakeOptimizer = torch.optim.AdamW,
 ) -> Iterator[Trace]:
     """The plain training loop of the gate, the same for stock and streamed, recorded on every surface.
 
@@ -150,6 +155,7 @@ def training_steps(
         device: Where the model computes.
         accumulate: Runs the micro-batches of a step; a streamed model may run them block by block.
         keep_on: Where the recorded tensors go; the CPU by default.
+        make_optimizer: Makes AdamW; a streamed model may have one whose moments are in host memory.
         control: Whether to go on after the last step with one more, on the first batches, for a control arm.
 
     Yields:
@@ -157,7 +163,7 @@ def training_steps(
         last one the final states.
     """
     adapters = adapters_of(model)
-    optimizer = torch.optim.AdamW(list(adapters.values()), lr=work.learning_rate)
+    optimizer = make_optimizer(list(adapters.values()), lr=work.learning_rate)
     batches = make_batches(work, model.config.get_text_config().vocab_size)
     trace = Trace(keep_on=keep_on or CPU)
 
@@ -207,6 +213,8 @@ def training_steps(
 def _record_final_states(
     trace: Trace, adapters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, device: torch.device, step: int
 ) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # moments may be on their way to host memory
     for name, parameter in adapters.items():
         for key, value in optimizer.state[parameter].items():
             trace.record("optimizer_state", step, f"{name}.{key}", torch.as_tensor(value))

@@ -13,10 +13,12 @@ class HostStore(Protocol):
     Attributes:
         tier: "pageable" or "pinned".
         nbytes: Bytes of all slabs.
+        num_slabs: How many there are: one for each layer, and one more for a head that travels.
     """
 
     tier: str
     nbytes: int
+    num_slabs: int
 
     def slab(self, layer: int) -> Tensor:
         """The bytes of a layer: uint8, one dimension, exactly as long as the layer's packing."""

@@ -32,6 +32,7 @@ class PageableStore:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.nbytes = sum(sizes)
+        self.num_slabs = len(sizes)
         self._slabs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
     def slab(self, layer: int) -> Tensor:

@@ -12,6 +12,13 @@ training step of `L` blocks costs `2L - 2k` copies, which is the optimum.
 A visit that takes what it needs out of its slot at once (it restores the weights into a buffer of their own) gives the
 slot back there and then, and *holds* its block until the next visit takes something out. At the two turns the next
 visit is of the same block and needs no slot. That saves no copy, but the next one can start before the turn is over.
+
+The head of a model may travel too. It is larger than a block and is needed when no block is, so it takes the place of
+all slots and of what was taken out of them: it comes when the last block's visit is over, and whatever comes after it
+overwrites it. In the schedule it is the *whole* block, visited at the turn.
+
+    >>> Schedule.training(num_blocks=4, num_slots=2, head=True).copies_per_period()
+    7
 """
 
 from __future__ import annotations
@@ -54,11 +61,13 @@ class Schedule:
         visits: One period. Each (block, phase) occurs at most once in it.
         num_slots: How many of the other blocks fit on the device at a time.
         resident: Blocks that are on the device anyway.
+        whole: A block that takes all slots at once.
     """
 
     visits: tuple[Visit, ...]
     num_slots: int
     resident: frozenset[int] = frozenset()
+    whole: int | None = None
 
     def __post_init__(self) -> None:
         if not self.visits:
@@ -67,16 +76,21 @@ class Schedule:
             raise ValueError(f"a schedule needs at least one slot, not {self.num_slots}")
 
     @classmethod
-    def training(cls, num_blocks: int, num_slots: int, resident: frozenset[int] = frozenset()) -> Schedule:
-        """Forward through all blocks and backward through them in reverse."""
-        forward = tuple(Visit(block, Phase.FORWARD) for block in range(num_blocks))
-        backward = tuple(Visit(block, Phase.BACKWARD) for block in reversed(range(num_blocks)))
-        return cls(forward + backward, num_slots, resident)
+    def training(
+        cls, num_blocks: int, num_slots: int, resident: frozenset[int] = frozenset(), head: bool = False
+    ) -> Schedule:
+        """Forward through all blocks and backward through them in reverse; the head is block number `num_blocks`."""
+        forward = tuple(Visit(block, Phase.FORWARD) for block in range(num_blocks + head))
+        backward = tuple(Visit(block, Phase.BACKWARD) for block in reversed(range(num_blocks + head)))
+        return cls(forward + backward, num_slots, resident, num_blocks if head else None)
 
     @classmethod
-    def inference(cls, num_blocks: int, num_slots: int, resident: frozenset[int] = frozenset()) -> Schedule:
+    def inference(
+        cls, num_blocks: int, num_slots: int, resident: frozenset[int] = frozenset(), head: bool = False
+    ) -> Schedule:
         """Forward through all blocks, again and again."""
-        return cls(tuple(Visit(block, Phase.FORWARD) for block in range(num_blocks)), num_slots, resident)
+        visits = tuple(Visit(block, Phase.FORWARD) for block in range(num_blocks + head))
+        return cls(visits, num_slots, resident, num_blocks if head else None)
 
     @cached_property
     def _position(self) -> dict[Visit, int]:
@@ -103,14 +117,16 @@ class Schedule:
         contents: Sequence[int | None],
         locked: Collection[int] = (),
         held: int | None = None,
+        busy: bool = False,
     ) -> Copy | None:
         """The copy worth starting now, or None when nothing is missing or nothing may be given up for it.
 
         Args:
             position: The next visit that has not begun (taken modulo the period).
-            contents: The block in each slot, or on its way there; None for an empty slot.
+            contents: The block in each slot, or on its way there; None for an empty slot. The whole block is in all.
             locked: Slots whose block is being used.
             held: The block that was taken out of its slot last; visits to it that come before any other need no slot.
+            busy: Whether a block is being visited, from its slot or outside it.
         """
         skipped = 0
         while skipped < len(self.visits) and self.visits[(position + skipped) % len(self.visits)].block == held:
@@ -128,14 +144,25 @@ class Schedule:
         if missing is None:
             return None
         block, ahead = missing
+        if block == self.whole:
+            # Not before the visits that come first: they need their slots, or what was taken out of them.
+            return None if busy or locked or ahead or skipped else Copy(block, 0, 0)
         best: tuple[int, int] | None = None
-        for slot, held in enumerate(contents):
+        for slot, there in enumerate(contents):
             if slot in locked:
                 continue
-            until = len(self.visits) + 1 if held is None else self.distance(held, position)
+            until = len(self.visits) + 1 if there is None else self.distance(there, position)
             if until > ahead and (best is None or until > best[0]):
                 best = (until, slot)
         return None if best is None else Copy(block, best[1], ahead + skipped)
+
+    def after(self, copy: Copy, contents: Sequence[int | None]) -> list[int | None]:
+        """What is in the slots once a copy has been started."""
+        if copy.block == self.whole:
+            return [copy.block] * len(contents)
+        kept = [None if there == self.whole else there for there in contents]
+        kept[copy.slot] = copy.block
+        return kept
 
     def copies(self, periods: int = 1, holding: bool = False) -> list[list[Copy]]:
         """Play the schedule through from empty slots and list the copies of each period.
@@ -149,28 +176,27 @@ class Schedule:
         played = []
         for _ in range(periods):
             started: list[Copy] = []
+
+            def start(at: int, locked: Collection[int], busy: bool, started: list[Copy] = started) -> None:
+                nonlocal slots, held
+                while (copy := self.next_copy(at, slots, locked, held, busy)) is not None:
+                    slots = self.after(copy, slots)
+                    held = None if copy.block == self.whole else held
+                    started.append(copy)
+
             for position, visit in enumerate(self.visits):
-                locked: tuple[int, ...] = ()
+                locked: Collection[int] = ()
                 if visit.block != held:
-                    self._start(position, slots, (), held, started)
-                    held = visit.block if holding else None
-                    if not holding and visit.block not in self.resident:
+                    start(position, (), False)
+                    held = visit.block if holding and visit.block != self.whole else None
+                    if visit.block == self.whole:
+                        locked = range(self.num_slots)
+                    elif not holding and visit.block not in self.resident:
                         locked = (slots.index(visit.block),)
-                self._start(position + 1, slots, locked, held, started)
+                start(position + 1, locked, True)
+                start(position + 1, (), False)
             played.append(started)
         return played
-
-    def _start(
-        self,
-        position: int,
-        slots: list[int | None],
-        locked: Collection[int],
-        held: int | None,
-        started: list[Copy],
-    ) -> None:
-        while (copy := self.next_copy(position, slots, locked, held)) is not None:
-            slots[copy.slot] = copy.block
-            started.append(copy)
 
     def copies_per_period(self, holding: bool = False) -> int:
         """Copies of one period in the steady state."""

@@ -87,6 +87,11 @@ class Lease:
         self._slot: Slot | None = None
 
     @property
+    def stamp(self) -> int:
+        """A number that is another one whenever the block has been copied into its slot anew."""
+        return self._streamer.stamp(self.slot())
+
+    @property
     def held(self) -> bool:
         """Whether this block is the one that was last taken out of its slot, so that the slot isn't needed."""
         return self._streamer.held == self._block
@@ -129,11 +134,14 @@ class Streamer:
         store: Where the blocks come from.
         slots: Where they go.
         transfer: How they travel.
-        blocks: The layers of each block.
+        blocks: The slabs of each block: its layers, and one number more for a head that travels, which comes last.
         homes: Block -> the slot in which it stays for good, for blocks that are to be resident.
+        head: Where the head comes to lie, if it travels. It may be the same memory as the slots' and as that to which
+            blocks are taken out.
 
     Attributes:
         held: The block that was last taken out of its slot with `Lease.hold`, if it is still there.
+        head: Number of the head among the blocks, if it travels.
 
     The order of visits is a forecast, not a rule: a visit that was not the forecast one (an evaluation in the middle of
     training, a forward pass that is never followed by a backward pass) moves the forecast to it, and costs at most a
@@ -147,12 +155,19 @@ class Streamer:
         transfer: Transfer,
         blocks: Sequence[Sequence[int]],
         homes: Mapping[int, Slot] | None = None,
+        head: Slot | None = None,
     ) -> None:
         self.counts = StreamCounts()
         self.slots = tuple(slots)
         self.homes = dict(homes or {})
-        self.training = Schedule.training(len(blocks), len(slots), frozenset(self.homes))
-        self.inference = Schedule.inference(len(blocks), len(slots), frozenset(self.homes))
+        plan = (len(blocks) - (head is not None), len(slots), frozenset(self.homes), head is not None)
+        self.training = Schedule.training(*plan)
+        self.inference = Schedule.inference(*plan)
+        self.head = self.training.whole
+        self._head = head
+        self._stamps: dict[int, int] = {}
+        self._busy = False
+        self._keeping_head = False
         self._store = store
         self._transfer = transfer
         self._blocks = [tuple(block) for block in blocks]
@@ -192,12 +207,30 @@ class Streamer:
         self._fill(needed=True)
         self._position = position + 1
         lease = Lease(self, block, position)
+        outer, self._busy = self._busy, True
         try:
             self.counts.visits += 1
             yield lease
         finally:
             lease.release()
+            self._busy = outer
             self._fill()
+
+    @contextmanager
+    def keeping_head(self) -> Iterator[None]:
+        """Let nothing overwrite the head between visits to it: there will be several in a row."""
+        self._keeping_head = self.head is not None
+        try:
+            yield
+        finally:
+            self._keeping_head = False
+            if not self._busy:
+                self._locked.clear()
+            self._fill()
+
+    def stamp(self, slot: Slot) -> int:
+        """How often something was copied into a slot."""
+        return self._stamps.get(slot.index, 0)
 
     def close(self) -> None:
         """Stop streaming; no copy is under way afterwards."""
@@ -222,6 +255,8 @@ class Streamer:
         """
         if block in self.homes:
             return self._home(block)
+        if self._keeping_head and block != self.head:
+            self._locked.clear()
         if block not in self._contents:
             # It is held and wasn't expected to be needed in a slot.
             self._position, self.held = position, None
@@ -233,16 +268,24 @@ class Streamer:
                 "blocks must be visited one at a time; is the model called from within one of its own layers?",
             )
         index = self._contents.index(block)
-        self._locked.add(index)
+        self._locked.update(range(len(self.slots)) if block == self.head else (index,))
         self._fill()  # start what comes next before waiting for what is needed now
         arrival = self._arrivals[index]
         if arrival is not None:
             arrival.wait()  # at every visit: another stream may be the current one by now
+        if block == self.head:
+            assert self._head is not None
+            return self._head
         return self.slots[index]
 
     def give_back(self, slot: Slot) -> None:
         """Let a locked slot be written again once the computation has come this far; a lease does this."""
-        if slot.index in self._locked:
+        if self._head is not None and slot.index == self._head.index:
+            for other in self.slots:  # blocks are copied to where the head was being read
+                self._transfer.leave(other.index)
+            if not self._keeping_head:
+                self._locked.clear()
+        elif slot.index in self._locked:
             self._transfer.leave(slot.index)
             self._locked.discard(slot.index)
         self._fill()
@@ -264,7 +307,7 @@ class Streamer:
         Raises:
             StreamError: a block is in use.
         """
-        moving = [block for block in range(len(self._blocks)) if block not in self.homes]
+        moving = [block for block in range(len(self._blocks)) if block not in self.homes and block != self.head]
         if not moving or self.measured().copy_seconds is None:
             return None
         self.forget()
@@ -289,13 +332,21 @@ class Streamer:
     def _fill(self, needed: bool = False) -> None:
         """Start every copy that may start; `needed` says that the block at the position is being visited."""
         while True:
-            copy = self._schedule.next_copy(self._position, self._contents, self._locked, self.held)
+            copy = self._schedule.next_copy(self._position, self._contents, self._locked, self.held, self._busy)
             if copy is None:
                 return
+            coming = self._schedule.after(copy, self._contents)
+            target = self.slots[copy.slot]
+            if copy.block == self.head:
+                assert self._head is not None
+                target, self.held = self._head, None
+                self._transfer.leave(target.index)  # after everything that has been issued so far
             # Empty until the copy has been started: if that fails, nobody may take what is there for the block.
-            self._contents[copy.slot] = self._arrivals[copy.slot] = None
-            self._arrivals[copy.slot] = self._copy(copy.block, self.slots[copy.slot])
-            self._contents[copy.slot] = copy.block
+            self._contents = [None if there == copy.block else there for there in coming]
+            arrival = self._copy(copy.block, target)
+            for slot in range(len(self.slots)):
+                self._arrivals[slot] = arrival if coming[slot] == copy.block else self._arrivals[slot]
+            self._contents = coming
             self.counts.late += needed and copy.ahead == 0
 
     def _copy(self, block: int, slot: Slot) -> Arrival:
@@ -306,6 +357,7 @@ class Streamer:
             pieces.append((slab, slot.buffer[offset : offset + slab.numel()]))
             offset += slab.numel()
         arrival = self._transfer.copy(slot.index, pieces)
+        self._stamps[slot.index] = self._stamps.get(slot.index, 0) + 1
         self.counts.copies += 1
         self.counts.copied_bytes += offset
         return arrival

@@ -36,8 +36,8 @@ from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, read_model_config
 from poros.config import LoraPart
 from poros.engine.adapters import lora_config, narrowed
-from poros.engine.attach import engine_of
 from poros.engine.attention import attention_path
+from poros.engine.engine import engine_of
 from poros.engine.parts import DecoderParts, causal_lm, text_marks
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import SURFACES, Comparison, compare

@@ -26,8 +26,10 @@ class Adversary:
         for _, target in pieces:
             target.fill_(0xFF)  # NaN in every float format, the top code in every packed one
             self.poisoned += 1
-        # What was on its way into this slot is overtaken.
-        self._pending = [(other, ps) for other, ps in self._pending if other != slot]
+        # What was on its way into this memory is overtaken. Slots and head may lie in the same.
+        self._pending = [
+            (other, ps) for other, ps in self._pending if other != slot and not _overlap(_targets(ps), _targets(pieces))
+        ]
         self._pending.append((slot, pieces))
         adversary = self
 
@@ -53,3 +55,11 @@ class Adversary:
 
     def close(self) -> None:
         self._pending = []
+
+
+def _targets(pieces: Sequence[Piece]) -> list[range]:
+    return [range(target.data_ptr(), target.data_ptr() + target.nbytes) for _, target in pieces]
+
+
+def _overlap(some: Sequence[range], others: Sequence[range]) -> bool:
+    return any(one.start < other.stop and other.start < one.stop for one in some for other in others)

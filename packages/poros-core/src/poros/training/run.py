@@ -20,8 +20,8 @@ from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import read_model_config
 from poros.config import RunConfig
 from poros.engine.adapters import check_lora, lora_config
-from poros.engine.attach import engine_of
 from poros.engine.attention import attention_path
+from poros.engine.engine import engine_of
 from poros.engine.load import default_device, load
 from poros.engine.parts import causal_lm, text_marks
 from poros.errors import CheckpointError, PorosError, UnsupportedError

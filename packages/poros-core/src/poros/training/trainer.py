@@ -13,8 +13,9 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from poros.config import RunConfig
-from poros.engine.attach import engine_of
+from poros.engine.engine import engine_of
 from poros.engine.executor import rng_state, set_rng_state
+from poros.engine.optimizer import adamw_for
 from poros.errors import StreamError
 from poros.stream.streamer import StreamCounts, Streamer
 from poros.training.output import save_adapter
@@ -46,6 +47,13 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
             steps = [partial(stock_step, model, dict(sample), num_items_in_batch) for sample in self._window]
             self._losses = engine_of(model).accumulate(steps)
         return self._losses.pop(0)
+
+    def get_optimizer_cls_and_kwargs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """The Trainer's own choice; where that is torch's AdamW, with its moments where the model's settings say."""
+        chosen, options = super().get_optimizer_cls_and_kwargs(*args, **kwargs)
+        if chosen is not torch.optim.AdamW:
+            return chosen, options
+        return adamw_for(engine_of(self.model).config), options
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate without moving the random generators, so that looking changes nothing in what is trained."""
