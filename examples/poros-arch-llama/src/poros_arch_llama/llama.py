@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ParityCase, PublishedShape
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer
 
 TINY = {
     "model_type": "llama",
@@ -25,6 +25,28 @@ TINY = {
 def layer_kinds(config: Any) -> Sequence[str]:
     """All layers are alike."""
     return ("decoder",) * int(config.num_hidden_layers)
+
+
+def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
+    """Every layer has the same sizes."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    head_dim = values.get("head_dim") or hidden // heads
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj") if values.get("attention_bias") else ()
+    mlp = ("gate_proj", "up_proj", "down_proj") if values.get("mlp_bias") else ()
+    layer = gated_layer(
+        hidden=hidden,
+        inner=values["intermediate_size"],
+        query=heads * head_dim,
+        key_value=values.get("num_key_value_heads", heads) * head_dim,
+        biases=(*attention, *mlp),
+    )
+    return ModelDimensions(
+        layers=(layer,) * values["num_hidden_layers"],
+        hidden=hidden,
+        vocabulary=values.get("vocab_size", 32000),
+        tied=values.get("tie_word_embeddings", False),
+        outer_vectors=hidden,
+    )
 
 
 def _rope(factor: float) -> dict[str, Any]:
@@ -65,6 +87,7 @@ LLAMA = Architecture(
     family="llama",
     model_types=("llama",),
     layer_kinds=layer_kinds,
+    dimensions=dimensions,
     refused_model_types={"llama4": "mixture of experts", "mllama": "vision-language model"},
     tiny_config=TINY,
     parity_cases=(

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ParityCase, PublishedShape, Unsupported
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, Unsupported, gated_layer
 
 # 96 is no square: the embedding scale sqrt(96) is rounded to bf16, which shows when it isn't.
 TINY = {
@@ -50,6 +50,28 @@ def final_softcap(config: Any) -> float | None:
     return None if cap is None else float(cap)
 
 
+def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
+    """Every layer has the same sizes: four norms over the hidden states, one over each query and key."""
+    hidden, head_dim = values["hidden_size"], values.get("head_dim", 256)
+    layer = gated_layer(
+        hidden=hidden,
+        inner=values["intermediate_size"],
+        query=values.get("num_attention_heads", 8) * head_dim,
+        key_value=values.get("num_key_value_heads", 4) * head_dim,
+        norms=4,
+        head_norm=head_dim,
+        biases=("q_proj", "k_proj", "v_proj", "o_proj") if values.get("attention_bias") else (),
+    )
+    return ModelDimensions(
+        layers=(layer,) * values["num_hidden_layers"],
+        hidden=hidden,
+        vocabulary=values.get("vocab_size", 262208),
+        tied=values.get("tie_word_embeddings", True),
+        outer_vectors=hidden,
+        has_softcap=values.get("final_logit_softcapping") is not None,
+    )
+
+
 def _shape(
     size: str, hidden: int, inner: int, layers: int, heads: int, kv: int, head_dim: int, window: int, parameters: int
 ) -> PublishedShape:
@@ -78,6 +100,7 @@ GEMMA3 = Architecture(
     family="gemma3",
     model_types=("gemma3_text",),
     layer_kinds=layer_kinds,
+    dimensions=dimensions,
     final_softcap=final_softcap,
     unsupported=(
         Unsupported(

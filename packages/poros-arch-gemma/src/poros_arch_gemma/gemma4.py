@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ParityCase, PublishedShape, Unsupported
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, Unsupported, gated_layer
 
 PATTERN = ("sliding_attention", "sliding_attention", "full_attention")
 
@@ -68,6 +68,55 @@ def final_softcap(config: Any) -> float | None:
     return None if cap is None else float(cap)
 
 
+def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
+    """Layer by layer: global ones have heads of their own size, the last ones of the E-series no keys and values."""
+    hidden, count = values["hidden_size"], values["num_hidden_layers"]
+    heads, kv_heads = values.get("num_attention_heads", 8), values.get("num_key_value_heads", 4)
+    first_shared = count - values.get("num_kv_shared_layers", 0)
+    per_layer = values.get("hidden_size_per_layer_input", 256)
+    kinds = values.get("layer_types") or [
+        "sliding_attention" if (index + 1) % 6 and index + 1 < count else "full_attention" for index in range(count)
+    ]
+    exceptions = values.get("per_layer_config") or {}  # as newer versions of transformers write it
+    layers = []
+    for index, kind in enumerate(kinds):
+        own = exceptions.get(str(index), {})
+        is_global, shares = kind == "full_attention", index >= first_shared
+        head_dim = (
+            own.get("head_dim") or values.get("global_head_dim", 512) if is_global else values.get("head_dim", 256)
+        )
+        one_for_both = is_global and values.get("attention_k_eq_v", False)
+        own_heads = own.get("num_key_value_heads") or values.get("num_global_key_value_heads")
+        wide = 2 if shares and values.get("use_double_wide_mlp", False) else 1
+        layer = gated_layer(
+            hidden=hidden,
+            inner=wide * values["intermediate_size"],
+            query=heads * head_dim,
+            key_value=((own_heads if one_for_both else None) or kv_heads) * head_dim,
+            norms=4,
+            head_norm=head_dim,
+            biases=("q_proj", "k_proj", "v_proj", "o_proj") if values.get("attention_bias") else (),
+            without=("k_proj", "v_proj") if shares else ("v_proj",) if one_for_both else (),
+        )
+        linears, vectors = dict(layer.linears), dict(layer.vectors)
+        if per_layer:
+            linears |= {"per_layer_input_gate": (per_layer, hidden), "per_layer_projection": (hidden, per_layer)}
+            vectors["post_per_layer_input_norm"] = hidden
+        layers.append(dataclasses.replace(layer, linears=linears, vectors=vectors, buffers={"layer_scalar": 1}))
+    width = count * per_layer
+    return ModelDimensions(
+        layers=layers,
+        hidden=hidden,
+        vocabulary=values.get("vocab_size", 262144),
+        tied=values.get("tie_word_embeddings", True),
+        tables={"embed_tokens_per_layer": (values.get("vocab_size_per_layer_input", 262144), width)} if width else {},
+        outer_linears={"per_layer_model_projection": (width, hidden)} if width else {},
+        outer_vectors=hidden + per_layer,
+        has_softcap=values.get("final_logit_softcapping") is not None,
+        shares=first_shared < count,
+    )
+
+
 def _shape(size: str, values: dict[str, Any], every: int, parameters: int) -> PublishedShape:
     """A released size whose every so-many-th layer is a global one."""
     layers = values["num_hidden_layers"]
@@ -96,6 +145,7 @@ GEMMA4 = Architecture(
     family="gemma4",
     model_types=("gemma4_text",),
     layer_kinds=layer_kinds,
+    dimensions=dimensions,
     final_softcap=final_softcap,
     side_output="shared_kv_states",
     has_side_outputs=lambda config: config.num_kv_shared_layers > 0,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ParityCase, PublishedShape
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer
 
 TINY = {
     "model_type": "qwen2",
@@ -24,6 +24,26 @@ TINY = {
 def layer_kinds(config: Any) -> Sequence[str]:
     """Full or sliding attention, layer by layer, as transformers derives it from the config."""
     return tuple(config.layer_types)
+
+
+def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
+    """Every layer is alike; q, k and v have biases."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    head_dim = values.get("head_dim") or hidden // heads
+    layer = gated_layer(
+        hidden=hidden,
+        inner=values["intermediate_size"],
+        query=heads * head_dim,
+        key_value=values.get("num_key_value_heads", 32) * head_dim,
+        biases=("q_proj", "k_proj", "v_proj"),
+    )
+    return ModelDimensions(
+        layers=(layer,) * values["num_hidden_layers"],
+        hidden=hidden,
+        vocabulary=values.get("vocab_size", 151936),
+        tied=values.get("tie_word_embeddings", False),
+        outer_vectors=hidden,
+    )
 
 
 def _shape(size: str, hidden: int, inner: int, layers: int, heads: int, kv: int, parameters: int) -> PublishedShape:
@@ -52,6 +72,7 @@ QWEN2 = Architecture(
     family="qwen2",
     model_types=("qwen2",),
     layer_kinds=layer_kinds,
+    dimensions=dimensions,
     refused_model_types={
         "qwen2_moe": "mixture of experts",
         "qwen2_vl": "vision-language model",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ParityCase, PublishedShape
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer
 
 # head_dim is not hidden_size / num_attention_heads, as in several of the released sizes.
 TINY = {
@@ -26,6 +26,26 @@ TINY = {
 def layer_kinds(config: Any) -> Sequence[str]:
     """Full or sliding attention, layer by layer, as transformers derives it from the config."""
     return tuple(config.layer_types)
+
+
+def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
+    """Every layer is alike; queries and keys have a norm, and biases where the config says so."""
+    hidden, head_dim = values["hidden_size"], values.get("head_dim", 128)
+    layer = gated_layer(
+        hidden=hidden,
+        inner=values["intermediate_size"],
+        query=values["num_attention_heads"] * head_dim,
+        key_value=values.get("num_key_value_heads", 32) * head_dim,
+        head_norm=head_dim,
+        biases=("q_proj", "k_proj", "v_proj", "o_proj") if values.get("attention_bias") else (),
+    )
+    return ModelDimensions(
+        layers=(layer,) * values["num_hidden_layers"],
+        hidden=hidden,
+        vocabulary=values.get("vocab_size", 151936),
+        tied=values.get("tie_word_embeddings", False),
+        outer_vectors=hidden,
+    )
 
 
 def _shape(size: str, hidden: int, inner: int, layers: int, heads: int, parameters: int) -> PublishedShape:
@@ -54,6 +74,7 @@ QWEN3 = Architecture(
     family="qwen3",
     model_types=("qwen3",),
     layer_kinds=layer_kinds,
+    dimensions=dimensions,
     refused_model_types={
         "qwen3_moe": "mixture of experts; its experts are fused tensors that bitsandbytes leaves in 16 bit",
         "qwen3_next": "mixture of experts with linear attention",

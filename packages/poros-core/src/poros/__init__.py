@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from poros.architecture import Architecture, ParityCase, PublishedShape, Unsupported
+from poros.dimensions import LayerDimensions, ModelDimensions, gated_layer
 from poros.errors import PorosError
 from poros.hookspecs import hookimpl
 
@@ -28,6 +29,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Architecture",
     "HostAdamW",
+    "LayerDimensions",
+    "ModelDimensions",
     "ParityCase",
     "PorosError",
     "PublishedShape",
@@ -35,6 +38,7 @@ __all__ = [
     "__version__",
     "attach",
     "close",
+    "gated_layer",
     "hookimpl",
     "load",
 ]

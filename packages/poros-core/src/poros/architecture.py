@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from poros.dimensions import ModelDimensions, Values
+
 Config = Any
 """A transformers text config: attribute access to the values of `config.json`."""
 
@@ -78,6 +80,8 @@ class Architecture:
         checkpoint_prefixes: What the decoder's tensors may be called in a checkpoint; the first that is found counts.
         layer_kinds: Config -> the layer kind of each layer. Layers of one kind share module structure, byte layout
             and call signature.
+        dimensions: Values of the text part of a `config.json` -> the sizes of all tensors, by which runs are planned.
+            Values that are absent have transformers' defaults. None: the family can't be planned.
         final_softcap: Config -> the cap on the final logits, or None.
         side_output: Keyword argument of a layer: a dict in which some layers leave tensors for later ones (shared
             keys and values); empty if there is none.
@@ -101,6 +105,7 @@ class Architecture:
     head: str = "lm_head"
     checkpoint_prefixes: Sequence[str] = ("model.",)
     layer_kinds: Callable[[Config], Sequence[str]]
+    dimensions: Callable[[Values], ModelDimensions] | None = None
     final_softcap: Callable[[Config], float | None] = lambda config: None
     side_output: str = ""
     has_side_outputs: Callable[[Config], bool] = lambda config: False

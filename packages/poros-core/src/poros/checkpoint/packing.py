@@ -14,10 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from poros.dimensions import aligned
 from poros.errors import CheckpointError
-
-ALIGNMENT = 256
-"""Bytes. Kernels read vectors of 16 bytes; 256 is what the CUDA allocator itself aligns to."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Packing:
 
     Attributes:
         fields: In the order of the slab.
-        nbytes: Bytes of a slab, a multiple of `ALIGNMENT`.
+        nbytes: Bytes of a slab, a multiple of 256.
     """
 
     fields: tuple[Field, ...]
@@ -61,7 +59,7 @@ class Packing:
         for name, dtype, shape in tensors:
             field = Field(name, dtype, tuple(shape), offset)
             fields.append(field)
-            offset += -(-field.nbytes // ALIGNMENT) * ALIGNMENT
+            offset += aligned(field.nbytes)
         return cls(tuple(fields), offset)
 
     def views(self, buffer: Tensor, start: int = 0) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from poros.checkpoint.frozen import FrozenTensor, frozen_tensors
 from poros.checkpoint.packing import Packing
 from poros.config import StreamConfig
+from poros.dimensions import aligned
 from poros.engine.accumulate import accumulate
 from poros.engine.adapters import check_lora
 from poros.engine.block import run_block
@@ -35,7 +36,7 @@ from poros.engine.vocabulary import Vocabulary
 from poros.errors import StreamError, UnsupportedError
 from poros.store.store import HostStore
 from poros.stream.schedule import evenly_spread
-from poros.stream.slots import Arena, Slot, aligned, make_slots
+from poros.stream.slots import Arena, Slot, make_slots
 from poros.stream.streamer import Streamer
 from poros.stream.transfer import Transfer, make_transfer
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from poros.config import StreamConfig, Tier
+from poros.dimensions import aligned
 from poros.store.store import HostStore
 from poros.store.tiers import make_store
-from poros.stream.slots import aligned
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poros.dimensions import aligned
 from poros.engine.kernels.linear import FusedLinear4bit, fused_layers
 from poros.engine.replay import LayerCopy, bound
 from poros.engine.signature import Signature
 from poros.engine.template import Template
-from poros.stream.slots import Arena, Slot, aligned
+from poros.stream.slots import Arena, Slot
 
 
 class Buffers:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from poros.dimensions import aligned
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -44,15 +46,6 @@ class Arena:
             self._used = start
             return None
         return self.buffer[start : start + nbytes]
-
-
-ALIGNMENT = 256
-"""Bytes; what the CUDA allocator itself aligns to."""
-
-
-def aligned(nbytes: int) -> int:
-    """A number of bytes, rounded up."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def make_slots(

@@ -15,9 +15,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,12 +30,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import poros
 from poros.architecture import Architecture, ParityCase, PublishedShape
-from poros.checkpoint.frozen import frozen_tensors
+from poros.checkpoint.frozen import FrozenTensor, frozen_tensors
 from poros.checkpoint.locate import find_prefix
-from poros.checkpoint.reader import plan_reading
+from poros.checkpoint.packing import Field, Packing
+from poros.checkpoint.reader import make_packings, plan_reading
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, read_model_config
 from poros.config import LoraPart
+from poros.dimensions import aligned, text_values
 from poros.engine.adapters import lora_config, narrowed
 from poros.engine.attention import attention_path
 from poros.engine.engine import engine_of
@@ -185,6 +188,49 @@ class ArchitectureConformance:
         )
         assert self.architecture.refusal(config) is None
 
+    def test_published_shapes_can_be_planned(self, shape: PublishedShape) -> None:
+        assert self.architecture.dimensions is not None, "give the family its `dimensions`"
+        dimensions = self.architecture.dimensions(text_values(shape.config))
+        assert dimensions.parameters == shape.parameters
+        assert len(dimensions.layers) == shape.config["num_hidden_layers"]
+
+    def test_the_dimensions_are_the_models(self, case: ParityCase, checkpoint: Checkpoint) -> None:
+        """What a plan is made of, from `config.json` alone, against what is built."""
+        if self.architecture.dimensions is None:
+            pytest.skip("the family has no `dimensions`, so its models can't be planned")
+        directory = checkpoint(case)
+        dimensions = self.architecture.dimensions(
+            text_values(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        )
+        config = read_model_config(directory, self.architecture)
+        text = config.get_text_config()
+        skeleton = build_skeleton(config, self.architecture, CPU, None, directory)
+        packings = make_packings(skeleton.layers, self.architecture.layer_kinds(text))
+        assert [layer.nbytes for layer in dimensions.layers] == [packing.nbytes for packing in packings]
+        assert [layer.restored_bytes for layer in dimensions.layers] == [
+            sum(aligned(2 * math.prod(linear or field.shape)) for field, linear in _restored(places, packing))
+            for places, packing in zip(skeleton.layers, packings, strict=True)
+        ]
+        assert dimensions.hidden == text.hidden_size
+        assert dimensions.vocabulary == text.vocab_size
+        assert dimensions.tied == text.tie_word_embeddings
+        assert dimensions.has_softcap == (self.architecture.final_softcap(text) is not None)
+        assert dimensions.shares == self.architecture.has_side_outputs(text)
+        # The stock model, not the skeleton: its parts that text never reaches are absent there, so they count as none.
+        named = dict(skeleton.model.named_parameters())
+        outer = {name: p for name, p in named.items() if f".{self.architecture.layers}." not in name}
+        linears = dimensions.outer_linears
+        sizes = sum(math.prod(shape) for shape in (*dimensions.tables.values(), *linears.values()))
+        matrices = (1 if dimensions.tied else 2) * dimensions.vocabulary * dimensions.hidden
+        logical = {
+            name: math.prod(next(shape for key, shape in linears.items() if f".{key}." in name))
+            if any(f".{key}." in name for key in linears)
+            else p.numel()
+            for name, p in outer.items()
+            if not (dimensions.tied and name == f"{self.architecture.head}.weight")
+        }
+        assert sum(logical.values()) == sizes + matrices + dimensions.outer_vectors
+
     def test_parity_cases_have_names_of_their_own(self) -> None:
         names = [case.name for case in self.architecture.parity_cases]
         assert names
@@ -303,6 +349,16 @@ def lora(dropout: float) -> LoraConfig:
 def marks(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """What a multimodal class wants to be told about text."""
     return {name: torch.zeros_like(ids) for name in text_marks(causal_lm(model))}
+
+
+def _restored(places: Sequence[FrozenTensor], packing: Packing) -> Iterator[tuple[Field, tuple[int, int] | None]]:
+    """The fields of a layer that are there once its weights are restored, with the shape of each such weight."""
+    for place, field in zip(places, packing.fields, strict=True):
+        if not place.is_four_bit:
+            yield field, None
+        elif not place.part:
+            owner: Any = place.owner
+            yield field, (owner.out_features, owner.in_features)
 
 
 def _is_excused(method: Any) -> bool:

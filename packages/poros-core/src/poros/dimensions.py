@@ -1,0 +1,184 @@
+"""The sizes of a model's tensors, from the values of its `config.json` alone: enough to plan a run. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+Values = Mapping[str, Any]
+"""Values of the text part of a `config.json`."""
+
+ALIGNMENT = 256
+"""Bytes; every tensor of a slab begins at a multiple, which is what the CUDA allocator itself aligns to."""
+
+
+def aligned(nbytes: int) -> int:
+    """A number of bytes, rounded up."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def four_bit_bytes(elements: int) -> int:
+    """Bytes of a weight in NF4 with double quantisation: codes, scales, scales of the scales, two code tables, offset.
+
+    Block sizes 64 and 256, as bitsandbytes lays it out.
+    """
+    scales = -(-elements // 64)
+    parts = (-(-elements // 2), scales, 4 * -(-scales // 256), 4 * 16, 4 * 256, 4)
+    return sum(map(aligned, parts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDimensions:
+    """One decoder layer.
+
+    Attributes:
+        linears: Name of each linear layer -> (out, in). They are in 4 bit.
+        vectors: Name of each norm and bias -> elements. They are in 16 bit, as are
+        buffers: Persistent buffers: name -> elements. They don't count as parameters.
+        query: Width of all query heads together.
+        key_value: Width of all key heads together.
+    """
+
+    linears: Mapping[str, tuple[int, int]]
+    vectors: Mapping[str, int]
+    query: int
+    key_value: int
+    buffers: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's slab."""
+        weights = sum(four_bit_bytes(rows * columns) for rows, columns in self.linears.values())
+        return weights + self._small_bytes
+
+    @property
+    def restored_bytes(self) -> int:
+        """Bytes of the layer when its weights are restored to bf16."""
+        weights = sum(aligned(2 * rows * columns) for rows, columns in self.linears.values())
+        return weights + self._small_bytes
+
+    @property
+    def _small_bytes(self) -> int:
+        return sum(aligned(2 * elements) for elements in (*self.vectors.values(), *self.buffers.values()))
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its weights and vectors."""
+        return sum(rows * columns for rows, columns in self.linears.values()) + sum(self.vectors.values())
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str] | None) -> int:
+        """Elements of LoRA adapters.
+
+        Args:
+            rank: Of each.
+            targets: Last parts of the names of the adapted linears; all by default.
+        """
+        return sum(
+            rank * (rows + columns)
+            for name, (rows, columns) in self.linears.items()
+            if targets is None or name.rpartition(".")[2] in targets or name in targets
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDimensions:
+    """A text model.
+
+    Attributes:
+        layers: Its decoder layers.
+        hidden: Width of the hidden states.
+        vocabulary: Tokens of the head.
+        tied: Whether head and embedding are one matrix.
+        tables: Further embeddings beside the main one: name -> (rows, width).
+        outer_linears: Linear layers outside the decoder layers, the head apart: name -> (out, in). In 4 bit.
+        outer_vectors: Elements of everything else outside the layers: norms.
+        has_softcap: Whether the final logits are capped.
+        shares: Whether layers leave tensors for later ones, which makes every visit an eager one.
+    """
+
+    layers: Sequence[LayerDimensions]
+    hidden: int
+    vocabulary: int
+    tied: bool
+    tables: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
+    outer_linears: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
+    outer_vectors: int = 0
+    has_softcap: bool = False
+    shares: bool = False
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the head, and of the embedding, in bf16."""
+        return 2 * self.vocabulary * self.hidden
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the further embeddings in bf16."""
+        return sum(2 * rows * width for rows, width in self.tables.values())
+
+    @property
+    def outer_bytes(self) -> int:
+        """Bytes of what always stays on the device."""
+        return sum(four_bit_bytes(rows * columns) for rows, columns in self.outer_linears.values()) + (
+            2 * self.outer_vectors
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the whole model; a tied matrix counts once."""
+        outside = sum(rows * columns for rows, columns in (*self.tables.values(), *self.outer_linears.values()))
+        matrices = (1 if self.tied else 2) * self.vocabulary * self.hidden
+        return sum(layer.parameters for layer in self.layers) + matrices + outside + self.outer_vectors
+
+
+def text_values(config: Values) -> Values:
+    """The text part of a `config.json`: all of it, or one part of a multimodal model's."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    outer = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return {**outer, **text}
+
+
+def gated_layer(
+    *,
+    hidden: int,
+    inner: int,
+    query: int,
+    key_value: int,
+    norms: int = 2,
+    head_norm: int = 0,
+    biases: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> LayerDimensions:
+    """A layer as most families have it: attention with q, k, v and o, and a gated MLP.
+
+    Args:
+        hidden: Width of the hidden states.
+        inner: Width inside the MLP.
+        query: Width of all query heads together.
+        key_value: Width of all key heads together.
+        norms: Norms over the hidden states.
+        head_norm: Size of a norm over each query and each key; 0 for none.
+        biases: Which of the linears have one: "q_proj" and so on.
+        without: Linears that are absent.
+    """
+    linears = {
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key_value, hidden),
+        "self_attn.v_proj": (key_value, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    linears = {name: shape for name, shape in linears.items() if name.rpartition(".")[2] not in without}
+    vectors = {f"norm_{number}": hidden for number in range(norms)}
+    vectors |= {f"{name}.bias": shape[0] for name, shape in linears.items() if name.rpartition(".")[2] in biases}
+    if head_norm:
+        vectors["self_attn.q_norm"] = head_norm
+        if "k_proj" not in without:
+            vectors["self_attn.k_norm"] = head_norm
+    return LayerDimensions(linears=linears, vectors=vectors, query=query, key_value=key_value)
