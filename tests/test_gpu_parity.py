@@ -39,7 +39,7 @@ def run(attention: Any, dropout: float, work: Work, **stream: Any) -> CheckResul
     part, config = LoraPart(dropout=dropout), StreamConfig(**stream)
     result = check(MODEL, lora_config(part), work, stream=config, attention=attention, layers=LAYERS)
     if "POROS_GPU_TEST_RECEIPTS" in os.environ:
-        receipt_of(result, part, config).append(Path(os.environ["POROS_GPU_TEST_RECEIPTS"]))
+        receipt_of(result, part).append(Path(os.environ["POROS_GPU_TEST_RECEIPTS"]))
     return result
 
 
@@ -74,7 +74,7 @@ def test_in_lockstep() -> None:
     part, config = LoraPart(dropout=0.1), StreamConfig()
     result = check_in_lockstep(MODEL, lora_config(part), work, stream=config, layers=LAYERS)
     if "POROS_GPU_TEST_RECEIPTS" in os.environ:
-        receipt_of(result, part, config).append(Path(os.environ["POROS_GPU_TEST_RECEIPTS"]))
+        receipt_of(result, part).append(Path(os.environ["POROS_GPU_TEST_RECEIPTS"]))
     assert_identical(result)
 
 

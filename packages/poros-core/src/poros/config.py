@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
@@ -135,6 +136,22 @@ class StreamConfig(Part):
     loss_rows: PositiveInt | None = Field(
         None, description="tokens whose loss is worked out at a time; all together by default"
     )
+    vram: str | None = Field(
+        None,
+        description="GPU memory that the process may take, as `12GB` or `11.5GiB`, or `auto` for what is free: "
+        "settings of this part that aren't given are chosen so that the run is the fastest that fits",
+    )
+    tokens: PositiveInt | None = Field(
+        None, description="tokens of a micro-batch, padding included, to plan for; known from the rows in `poros train`"
+    )
+
+    @field_validator("vram", mode="before")
+    @classmethod
+    def _a_size(cls, value: Any) -> Any:
+        if value is not None and value != "auto":
+            parse_size(value)
+            return str(value)
+        return value
 
 
 class StreamOptions(TypedDict, total=False):
@@ -152,6 +169,23 @@ class StreamOptions(TypedDict, total=False):
     optimizer: Place
     boundaries: Place
     loss_rows: int | None
+    vram: str | None
+    tokens: int | None
+
+
+_UNITS = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20}
+
+
+def parse_size(text: str | float) -> int:
+    """Bytes of a size as people write it: `12GB`, `11.5 GiB`, `800MB`, or a number of GB. GB = 1e9 bytes.
+
+    Raises:
+        ValueError: it isn't one.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a size; write 12GB, 11.5GiB or 800MB")
+    return round(float(match[1]) * _UNITS[match[2].lower()])
 
 
 class RunConfig(Part):
@@ -197,16 +231,7 @@ def load_config(
         values = read_yaml(Path(path))
     problems: list[str] = []
     for text in assignments:
-        key, separator, raw = text.partition("=")
-        if not separator or not key.strip():
-            problems.append(f"--set {text}: expected a.b=value")
-            continue
-        try:
-            value = yaml.safe_load(raw)
-        except yaml.YAMLError as error:
-            problems.append(f"--set {text}: the value is not YAML: {one_line(error)}")
-            continue
-        problems.extend(_assign(values, key.strip(), value))
+        problems.extend(_assign_text(values, text))
     for key, value in (overrides or {}).items():
         if value is not None:
             problems.extend(_assign(values, key, value))
@@ -223,6 +248,19 @@ def load_config(
             "the keys are listed by `poros train --help` and in docs/configuration.md",
         )
     return config
+
+
+def assigned(assignments: Iterable[str]) -> dict[str, Any]:
+    """Values from `a=b` strings, the value in YAML.
+
+    Raises:
+        ConfigError: with everything that isn't one.
+    """
+    values: dict[str, Any] = {}
+    problems = [problem for text in assignments for problem in _assign_text(values, text)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return values
 
 
 PartType = TypeVar("PartType", bound=Part)
@@ -288,6 +326,18 @@ _PARTS = {
     if isinstance(field.annotation, type) and issubclass(field.annotation, Part)
 }
 """Keys of a run's config that hold further keys."""
+
+
+def _assign_text(values: dict[str, Any], text: str) -> list[str]:
+    """Set what an `a.b=c` string says; returns what is wrong with it, if anything."""
+    key, separator, raw = text.partition("=")
+    if not separator or not key.strip():
+        return [f"--set {text}: expected a.b=value"]
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        return [f"--set {text}: the value is not YAML: {one_line(error)}"]
+    return _assign(values, key.strip(), value)
 
 
 def _assign(values: dict[str, Any], dotted: str, value: Any) -> list[str]:

@@ -48,6 +48,10 @@ class SaveError(PorosError):
     """An adapter or checkpoint could not be written whole."""
 
 
+class BudgetError(PorosError):
+    """What is to be trained doesn't fit into the memory it may take."""
+
+
 class PluginError(PorosError):
     """Installed plugins contradict each other or the hook specifications."""
 

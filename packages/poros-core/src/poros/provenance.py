@@ -93,6 +93,11 @@ def host_peak_bytes() -> int:
     return int(peak) * (1 if sys.platform == "darwin" else 1024)
 
 
+def gpu_name() -> str | None:
+    """The name of the first GPU; None without one."""
+    return _gpu().get("name")
+
+
 def _gpu() -> dict[str, str]:
     """What nvidia-smi says of the first GPU; empty without one."""
     fields = ["name", "uuid", "driver_version", "pcie.link.gen.max", "pcie.link.width.max"]

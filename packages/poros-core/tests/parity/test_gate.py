@@ -51,7 +51,7 @@ def test_a_right_model_is_identical(
     assert result.control is not None
     assert result.control_block == result.control_found
     assert told[-1] == ("control arm", 7, 7)
-    receipt = receipt_of(result, PART, stream)
+    receipt = receipt_of(result, PART)
     assert receipt.parity == result.surfaces
     assert receipt.reason is None
     assert receipt.steps == WORK.steps

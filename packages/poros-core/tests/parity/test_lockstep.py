@@ -41,7 +41,7 @@ def test_identical_and_as_the_ordinary_gate_finds_it(
     ordinary = check(directory, lora_config(PART), WORK, stream=stream, plugins=plugins)
     assert result.losses == ordinary.losses
     assert result.streamed.compared == ordinary.streamed.compared
-    receipt = receipt_of(result, PART, stream)
+    receipt = receipt_of(result, PART)
     assert receipt.config["lockstep"] is True
     assert set(receipt.arms) == {"stock", "streamed"}
 

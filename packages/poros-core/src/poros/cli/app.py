@@ -18,6 +18,7 @@ from rich.markup import escape
 from poros import __version__
 from poros.cli.check import check
 from poros.cli.doctor import doctor
+from poros.cli.plan import plan
 from poros.cli.plugins import plugins as list_plugins
 from poros.cli.train import train
 from poros.errors import PorosError
@@ -46,6 +47,7 @@ def make_app(plugins: Plugins) -> typer.Typer:
         context.obj = plugins
 
     app.command()(train)
+    app.command()(plan)
     app.command()(check)
     app.command()(doctor)
     app.command("plugins")(list_plugins)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from poros.cli.progress import Display
-from poros.config import AttentionPath, LoraPart, StreamConfig, TrainingConfig, validated
+from poros.config import AttentionPath, LoraPart, StreamConfig, TrainingConfig, assigned, validated
 from poros.errors import ConfigError
 from poros.plugins import Plugins
 
@@ -30,12 +30,19 @@ def check(
     rank: Annotated[int, typer.Option(min=1, help="Of the adapters.")] = 16,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.99, help="LoRA dropout.")] = 0.1,
     seed: Annotated[int, typer.Option(min=0, help="Of adapters, data and dropout.")] = 0,
-    block_size: Annotated[int, typer.Option(min=1, help="Layers that travel together.")] = 1,
-    slots: Annotated[int, typer.Option(min=1, help="Device buffers of one block each.")] = 2,
-    tier: Annotated[str, typer.Option(help="Host memory: auto, pinned or pageable.")] = "auto",
-    executor: Annotated[str, typer.Option(help="auto, eager, or graphs on a GPU.")] = "auto",
-    resident: Annotated[str, typer.Option(help="Blocks that stay on the device: a number or all.")] = "0",
-    recompute: Annotated[bool, typer.Option(help="Run resident blocks again for the backward pass.")] = True,
+    vram: Annotated[
+        str | None, typer.Option(help="GPU memory for the streamed run, as 12GB, or auto: placements are planned.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Layers that travel together.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Device buffers of one block each.")] = None,
+    tier: Annotated[str | None, typer.Option(help="Host memory: auto, pinned or pageable.")] = None,
+    executor: Annotated[str | None, typer.Option(help="auto, eager, or graphs on a GPU.")] = None,
+    resident: Annotated[str | None, typer.Option(help="Blocks that stay on the device: a number or all.")] = None,
+    recompute: Annotated[bool | None, typer.Option(help="Run resident blocks again for the backward pass.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other key of `stream`, e.g. head=host."),
+    ] = None,
     attention: Annotated[str, typer.Option(help="Attention path: fused, math or default.")] = "fused",
     layers: Annotated[
         int | None,
@@ -60,16 +67,18 @@ def check(
     [bold]Example:[/] poros check ./Qwen2.5-0.5B --steps 5
     """
     lora = validated(LoraPart, {"rank": rank, "alpha": 2 * rank, "dropout": dropout}, "lora")
+    named = {
+        "vram": vram,
+        "block_size": block_size,
+        "slots": slots,
+        "tier": tier,
+        "executor": executor,
+        "resident": resident,
+        "recompute": recompute,
+    }
     stream = validated(
         StreamConfig,
-        {
-            "block_size": block_size,
-            "slots": slots,
-            "tier": tier,
-            "executor": executor,
-            "resident": resident,
-            "recompute": recompute,
-        },
+        {**assigned(set_ or ()), **{name: value for name, value in named.items() if value is not None}},
         "stream",
     )
     path = validated_attention(attention)
@@ -95,7 +104,7 @@ def check(
             plugins=plugins,
             announce=display.advance,
         )
-    receipt = receipt_of(result, lora, stream)
+    receipt = receipt_of(result, lora)
     if out is not None:
         receipt.append(out)
     if as_json:
@@ -124,6 +133,11 @@ def _print(result: CheckResult) -> None:
         table.add_row(surface.replace("_", " "), _mark(repeats), _mark(equal))
     console.print(table)
     work = result.work
+    if result.plan is not None:
+        console.print(
+            f"plan: {result.plan['predicted_vram_gb']:.2f} of {result.plan['vram_budget_gb']:.2f} GB of GPU memory"
+            + ("" if result.process_bytes is None else f", {result.process_bytes / 1e9:.2f} taken")
+        )
     console.print(
         f"{result.streamed.compared} tensors compared over {work.steps} steps of {work.accumulation} x "
         f"{work.batch_size} x {work.length} tokens; {result.trainable:,} trainable parameters"

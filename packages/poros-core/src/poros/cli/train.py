@@ -22,6 +22,9 @@ def train(
     out: Annotated[str | None, typer.Option(help="Folder for the adapter.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of adapters, data order and dropout.")] = None,
+    vram: Annotated[
+        str | None, typer.Option(help="GPU memory that the run may take, as 12GB, or auto for what is free.")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="Layers that travel together.")] = None,
     slots: Annotated[int | None, typer.Option(help="Device buffers of one block each.")] = None,
     set_: Annotated[
@@ -44,6 +47,7 @@ def train(
             "out": out,
             "training.steps": steps,
             "training.seed": seed,
+            "stream.vram": vram,
             "stream.block_size": block_size,
             "stream.slots": slots,
             "overwrite": overwrite or None,

@@ -121,3 +121,12 @@ def lora_config(part: LoraPart, revision: str | None = None) -> LoraConfig:
         task_type="CAUSAL_LM",
         revision=revision,
     )
+
+
+def lora_part(config: LoraConfig | None) -> LoraPart:
+    """What a plan needs to know of adapters; usual ones if there are none yet."""
+    if config is None:
+        return LoraPart()
+    targets = config.target_modules
+    named = tuple(targets) if isinstance(targets, (list, set, tuple)) and targets else "all-linear"
+    return LoraPart(rank=config.r, alpha=max(1, int(config.lora_alpha)), targets=named)

@@ -10,11 +10,14 @@ from poros.checkpoint.frozen import frozen_tensors
 from poros.checkpoint.reader import make_packings
 from poros.checkpoint.skeleton import placeholder
 from poros.config import StreamConfig, StreamOptions, validated
+from poros.engine.adapters import lora_part
+from poros.engine.budget import OWN_OPTIMIZER, planned
 from poros.engine.engine import ENGINE, Engine, check_trainable, engine_of, start_streaming
 from poros.engine.loss import check_loss
 from poros.engine.parts import DecoderParts, causal_lm, config_of
 from poros.engine.vocabulary import Vocabulary
 from poros.errors import StreamError, UnsupportedError
+from poros.plan.search import Plan
 from poros.plugins import Plugins, load_plugins
 from poros.store.tiers import make_store
 from poros.stream.transfer import Transfer
@@ -25,6 +28,7 @@ def attach(
     *,
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
+    plan: Plan | None = None,
     **stream: Unpack[StreamOptions],
 ) -> nn.Module:
     """Make a model that you have already built stream: one line on an existing peft script.
@@ -34,7 +38,10 @@ def attach(
             their optimizer and their names stay as they are.
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
-        stream: What lives where, in the words of `stream` in a run's config: slots, resident, head and so on.
+        plan: A plan that was made and is enforced by the caller; `stream` isn't looked at then.
+        stream: What lives where, in the words of `stream` in a run's config: slots, resident, head and so on. With
+            `vram` and `tokens` it is planned: `vram="12GB", tokens=2048`. The optimizer is your own; a plan counts with
+            its moments on the device unless you say `optimizer="host"` and use `poros.HostAdamW`.
 
     Returns:
         The same model.
@@ -42,8 +49,9 @@ def attach(
     Raises:
         UnsupportedError: no installed family knows the model, or something in it can't stream.
         StreamError: it streams already.
+        BudgetError: the model doesn't fit into `vram`.
     """
-    config = validated(StreamConfig, stream, "")
+    config = validated(StreamConfig, stream, "") if plan is None else plan.stream
     base = causal_lm(model)
     if not hasattr(getattr(base, "config", None), "model_type"):
         raise UnsupportedError(f"{type(base).__name__} is not a transformers model", "pass a causal-LM or a PeftModel")
@@ -55,6 +63,13 @@ def attach(
     if ENGINE in parts.decoder.__dict__:
         raise StreamError("this model streams already")
     check_trainable(model, architecture)
+    own = None
+    if plan is None:
+        adapters = getattr(model, "peft_config", None) or {}
+        lora = lora_part(next(iter(adapters.values()), None))
+        own = planned(config, architecture, base.config.to_dict(), lora, device=parts.device, fixed=OWN_OPTIMIZER)
+        if own is not None:
+            plan, config = own, own.stream
     places = [frozen_tensors(layer) for layer in parts.layers]
     packings = make_packings(places, architecture.layer_kinds(config_of(base)), mixed=True)
     if config.loss_rows is not None:

@@ -24,6 +24,7 @@ from poros.engine.accumulate import accumulate
 from poros.engine.adapters import check_lora
 from poros.engine.block import run_block
 from poros.engine.boundaries import HostBoundaries
+from poros.engine.budget import lift
 from poros.engine.executor import Batch, EagerExecutor
 from poros.engine.graphs import GraphExecutor
 from poros.engine.loss import PiecewiseLoss
@@ -34,6 +35,7 @@ from poros.engine.sharing import Shared, run_sharing_block
 from poros.engine.template import Template
 from poros.engine.vocabulary import Vocabulary
 from poros.errors import StreamError, UnsupportedError
+from poros.plan.search import Plan
 from poros.store.store import HostStore
 from poros.stream.schedule import evenly_spread
 from poros.stream.slots import Arena, Slot, make_slots
@@ -67,7 +69,10 @@ class Engine:
         executor: Runs the blocks.
         blocks: The layers of each block.
         device: Where the model computes.
+        architecture: The family.
         shares: Whether layers leave tensors for later ones, which makes every visit an eager one.
+        arena: The memory that head and blocks have by turns, if the head travels.
+        plan: By which the placements were chosen, if they were planned.
         draws: (block, shape of its input) -> how far it moves the random generator, where that is known.
     """
 
@@ -124,11 +129,12 @@ class Engine:
                 arena=self.arena,
             )
         self.device = parts.device
+        self.plan: Plan | None = None
         self.shares = bool(architecture.side_output) and architecture.has_side_outputs(config_of(parts.base))
         self.draws: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._interceptor: Callable[..., Any] | None = None
         self._base = weakref.ref(parts.base)
-        self._architecture = architecture
+        self.architecture = architecture
         self._seen_adapters: tuple[int, ...] = ()
         self._layers = layers
         self._config = config_of(parts.base)
@@ -210,6 +216,8 @@ class Engine:
         if self.boundaries is not None:
             self.boundaries.close()
         self.store.close()
+        if self.plan is not None:
+            lift(self.device)
 
     @staticmethod
     def _takes_graphs(config: StreamConfig, device: torch.device) -> bool:
@@ -226,7 +234,7 @@ class Engine:
             return
         for config in configs.values():  # type: ignore[union-attr]
             check_lora(config)
-        check_trainable(base, self._architecture)
+        check_trainable(base, self.architecture)
         for layer in self._layers:
             frozen_tensors(layer)
         self._seen_adapters = seen
@@ -248,8 +256,8 @@ class Engine:
     def _for_training(self, call: Call) -> Call:
         """A layer's arguments, but no cache, and our own dict to leave tensors in for later layers."""
         kwargs = {name: None if name in _CACHES else value for name, value in call.kwargs.items()}
-        if self._architecture.side_output in kwargs:
-            kwargs[self._architecture.side_output] = SIDE_OUTPUT
+        if self.architecture.side_output in kwargs:
+            kwargs[self.architecture.side_output] = SIDE_OUTPUT
         return Call(call.args, kwargs)
 
     def _check_calls(self, calls: Sequence[Any], training: bool) -> None:

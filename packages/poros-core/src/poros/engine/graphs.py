@@ -88,6 +88,7 @@ class GraphExecutor(EagerExecutor):
         record_seconds: Time that took.
         num_replays: Blocks run by replaying.
         num_eager: Blocks run again eagerly for want of a graph.
+        buffers: Where blocks are taken out to.
         latest_pass: Number of the forward pass that has last run a block.
     """
 
@@ -117,7 +118,7 @@ class GraphExecutor(EagerExecutor):
         self._fuse = fuse
         self._shapes: OrderedDict[Signature, ShapeGraphs] = OrderedDict()
         self._alive: weakref.WeakSet[ShapeGraphs] = weakref.WeakSet()  # those of batches under way included
-        self._buffers = Buffers(arena)
+        self.buffers = Buffers(arena)
         self._takings: dict[Signature, dict[int, Callable[[], None]]] = {}
         self._taking_pool = Pool()
         self._tried: dict[Signature, bool] = {}
@@ -243,7 +244,7 @@ class GraphExecutor(EagerExecutor):
             graphs.chain.clear()
             if not any(shape.recorded for shape in self._alive):
                 self._takings.clear()
-                self._buffers.forget()
+                self.buffers.forget()
             log.warning(
                 "no room to record graphs for %s; such batches run eagerly, which is slower and gives the same numbers",
                 " x ".join(map(str, graphs.hidden.shape)),
@@ -271,7 +272,7 @@ class GraphExecutor(EagerExecutor):
             ]
             self._fuse_linears(graphs, copies, first, surroundings)
             if graphs.restore_once:
-                put_outside(copies, self._buffers)
+                put_outside(copies, self.buffers)
             graphs.copies[lot] = copies
         copies = graphs.copies[lot]
         slots = {slot.index: slot for block in blocks for slot in self._slots_of(block)}

@@ -14,12 +14,14 @@ from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, 
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, cut_layers, read_model_config
 from poros.config import StreamConfig, StreamOptions, validated
-from poros.engine.adapters import check_lora, check_targets, narrowed, with_adapters
+from poros.engine.adapters import check_lora, check_targets, lora_part, narrowed, with_adapters
+from poros.engine.budget import OWN_OPTIMIZER, enforce, planned
 from poros.engine.engine import Engine, check_trainable, start_streaming
 from poros.engine.loss import check_loss
 from poros.engine.parts import DecoderParts
 from poros.engine.vocabulary import Vocabulary
 from poros.errors import UnsupportedError
+from poros.plan.search import Plan
 from poros.plugins import Plugins, load_plugins
 from poros.store.tiers import make_store
 from poros.stream.transfer import Transfer
@@ -44,6 +46,7 @@ def load(
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
     name: str | None = None,
+    plan: Plan | None = None,
     progress: Callable[[int, int], None] | None = None,
     **stream: Unpack[StreamOptions],
 ) -> Any:
@@ -63,8 +66,11 @@ def load(
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
         name: What the adapter's config calls the base; `model` by default.
+        plan: A plan that was made and is enforced by the caller; `stream` isn't looked at then.
         progress: Called with (bytes read, bytes in all).
-        stream: What lives where, in the words of `stream` in a run's config: slots, resident, head and so on.
+        stream: What lives where, in the words of `stream` in a run's config: slots, resident, head and so on. With
+            `vram` and `tokens` it is planned: `vram="12GB", tokens=2048`. The optimizer is your own; a plan counts with
+            its moments on the device unless you say `optimizer="host"` and use `poros.HostAdamW`.
 
     Returns:
         A `PeftModel`, or the transformers model when `lora` is None. Both are in the state in which stock loading
@@ -74,8 +80,9 @@ def load(
         CheckpointError: the files are damaged, incomplete or don't fit the config.
         UnsupportedError: the family, the kind of checkpoint or the adapters can't be run.
         StreamError: the host memory can't be had.
+        BudgetError: the model doesn't fit into `vram`.
     """
-    config = validated(StreamConfig, stream, "")
+    config = validated(StreamConfig, stream, "") if plan is None else plan.stream
     where = torch.device(device) if device is not None else default_device()
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"Poros doesn't compute on {where.type!r} devices", "use cuda or cpu")
@@ -85,6 +92,14 @@ def load(
     model_type = str(read_config(directory)["model_type"])
     architecture = (plugins or load_plugins()).architecture_for(model_type)
     model_config = read_model_config(directory, architecture)
+    if plan is None:
+        values = read_config(directory)
+        own = planned(
+            config, architecture, values, lora_part(lora), num_layers=num_layers, device=where, fixed=OWN_OPTIMIZER
+        )
+        if own is not None:
+            enforce(own, where)
+            plan, config = own, own.stream
     full = int(model_config.get_text_config().num_hidden_layers)
     cut_layers(model_config, num_layers)
     if lora is not None:
@@ -101,7 +116,7 @@ def load(
         }
         skeleton = build_skeleton(model_config, architecture, where, quantised if stored else None, directory)
         skeleton.model.name_or_path = skeleton.model.config._name_or_path = name or str(model)
-        plan = plan_reading(skeleton, shards, prefix, architecture.layer_kinds(model_config.get_text_config()), full)
+        reading = plan_reading(skeleton, shards, prefix, architecture.layer_kinds(model_config.get_text_config()), full)
         streamed: nn.Module = skeleton.model
         if lora is not None:
             # Before any weight is read: what is wrong with the adapters comes out now, and the layers' names are known
@@ -114,10 +129,11 @@ def load(
         parts = DecoderParts.of(skeleton.model, architecture, where)
         if config.loss_rows is not None:
             check_loss(skeleton.model)
-        vocabulary = Vocabulary.of(parts, architecture, config, bool(plan.tied))
-        store = make_store([*plan.sizes, *vocabulary.slabs], config.tier, where)
-        fill_outside(skeleton, shards, plan, where, vocabulary.tables(store))
-        fill_store(skeleton, shards, plan, store, where, progress)
-    engine = Engine(parts, architecture, skeleton.layers, plan.packings, store, config, vocabulary, transfer)
+        vocabulary = Vocabulary.of(parts, architecture, config, bool(reading.tied))
+        store = make_store([*reading.sizes, *vocabulary.slabs], config.tier, where)
+        fill_outside(skeleton, shards, reading, where, vocabulary.tables(store))
+        fill_store(skeleton, shards, reading, store, where, progress)
+    engine = Engine(parts, architecture, skeleton.layers, reading.packings, store, config, vocabulary, transfer)
+    engine.plan = plan
     start_streaming(skeleton.model, skeleton.decoder, engine)
     return streamed

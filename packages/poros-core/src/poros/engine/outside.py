@@ -44,6 +44,11 @@ class Buffers:
             )
         return self._buffers[key]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(aligned(buffer.nbytes) for buffer in self._buffers.values())
+
     def forget(self) -> None:
         """Give up their memory, but for what is in the arena."""
         if self._arena is None:

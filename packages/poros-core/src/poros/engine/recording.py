@@ -18,6 +18,7 @@ def warm_up(run: Callable[[], Results], device: torch.device) -> None:
     with torch.cuda.stream(stream):
         run()
     current.wait_stream(stream)
+    torch.cuda.empty_cache()  # what it took on that stream could be used on no other
 
 
 def record(run: Callable[[], Results], pool: Pool, device: torch.device) -> tuple[Callable[[], None], Results]:

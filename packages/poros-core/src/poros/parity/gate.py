@@ -16,14 +16,16 @@ import transformers
 
 from poros.config import AttentionPath, LoraPart, StreamConfig, hash_of
 from poros.engine.attention import attention_path
+from poros.engine.budget import enforce, process_bytes
 from poros.engine.engine import Engine, engine_of
 from poros.engine.graphs import GraphExecutor
 from poros.engine.load import default_device
+from poros.engine.measured import plan_record
 from poros.engine.optimizer import adamw_for
 from poros.engine.parts import DecoderParts
 from poros.errors import PorosError
 from poros.parity.fit import cut_to_fit
-from poros.parity.source import Setting, find_source
+from poros.parity.source import Setting, find_source, planned_setting
 from poros.parity.stock import Work, adapters_of, make_adapters_count, make_batches, train
 from poros.parity.surfaces import Comparison, Difference, compare
 from poros.plugins import Plugins, load_plugins
@@ -67,6 +69,9 @@ class CheckResult:
         data_hash: Of the token rows.
         executor: What ran the blocks of the streamed arm: "eager" or "graphs".
         allocated_bytes, reserved_bytes: Peaks of the streamed arm on a GPU.
+        process_bytes: GPU memory of the whole process after it.
+        stream: What lived where.
+        plan: What was predicted, if there was a budget.
         losses: Of stock.
     """
 
@@ -90,6 +95,9 @@ class CheckResult:
     executor: str = "eager"
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
+    process_bytes: int | None = None
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    plan: dict[str, Any] | None = None
     losses: list[float] = field(default_factory=list)
 
 
@@ -149,8 +157,9 @@ def check(
     transformers.utils.logging.disable_progress_bar()  # the announcements are the progress
     with attention_path(attention), ExitStack() as cleanup:
         announce("preparing the model", 0, total)
-        setting = Setting(lora, work.seed, stream, where, plugins, layers)
-        source = find_source(model, revision, cut_to_fit(model, revision, setting, work))
+        setting = cut_to_fit(model, revision, Setting(lora, work.seed, stream, where, plugins, layers), work)
+        setting = planned_setting(model, revision, setting, work.batch_size * work.length, work.accumulation)
+        source = find_source(model, revision, setting)
         stock_model = source.stock()
         make_adapters_count(stock_model, work.seed)
         initial = {name: p.detach().clone() for name, p in adapters_of(stock_model).items()}
@@ -179,6 +188,8 @@ def check(
             )
         if where.type == "cuda":
             torch.cuda.reset_peak_memory_stats(where)
+        if engine.plan is not None:
+            enforce(engine.plan, where)  # stock before it may have taken more
         before = engine.streamer.measured()
         streaming: Any = {"accumulate": engine.accumulate, "make_optimizer": adamw_for(engine.config)}
         trace = arm("streamed", streamed_model, work, **streaming)
@@ -190,7 +201,9 @@ def check(
             if where.type == "cuda"
             else (None, None)
         )
-        executor = executor_used(engine, stream)
+        whole = process_bytes(where) if where.type == "cuda" else None
+        record = plan_record(streamed_model)
+        executor = executor_used(engine, engine.config)
         streamed = compare(reference, trace, blocks)
         del trace
 
@@ -232,6 +245,9 @@ def check(
         data_hash=hash_of([batch["input_ids"].tolist() for batch in make_batches(work, vocab_size)]),
         allocated_bytes=peaks[0],
         reserved_bytes=peaks[1],
+        process_bytes=whole,
+        stream=engine.config,
+        plan=record,
         losses=[float(tensor) for tensor in reference.surface("loss").values()],
     )
 
@@ -249,13 +265,13 @@ def executor_used(engine: Engine, stream: StreamConfig) -> str:
     return "graphs and eager" if engine.executor.num_eager else "graphs"
 
 
-def receipt_of(result: CheckResult, lora: LoraPart, stream: StreamConfig) -> Receipt:
+def receipt_of(result: CheckResult, lora: LoraPart) -> Receipt:
     """The receipt of a check."""
     work = result.work
     config = {
         "model": result.model,
         "lora": lora.model_dump(mode="json"),
-        "stream": stream.model_dump(mode="json"),
+        "stream": result.stream.model_dump(mode="json"),
         "attention": result.attention,
         "executor": result.executor,
         "lockstep": result.stock is None,
@@ -278,6 +294,8 @@ def receipt_of(result: CheckResult, lora: LoraPart, stream: StreamConfig) -> Rec
         data_hash=result.data_hash,
         vram_allocated_gb=None if result.allocated_bytes is None else result.allocated_bytes / 1e9,
         vram_reserved_gb=None if result.reserved_bytes is None else result.reserved_bytes / 1e9,
+        vram_device_gb=None if result.process_bytes is None else result.process_bytes / 1e9,
+        plan=result.plan,
         host_peak_gb=host_peak_bytes() / 1e9,
         **result.traffic.per_step(work.steps, result.seconds["streamed"], result.link_gb_s),
         parity=result.surfaces,

@@ -20,11 +20,12 @@ from poros.engine.attention import attention_path
 from poros.engine.engine import engine_of
 from poros.engine.executor import rng_state, set_rng_state
 from poros.engine.load import default_device
+from poros.engine.measured import plan_record
 from poros.engine.optimizer import adamw_for
 from poros.engine.parts import DecoderParts
 from poros.parity.fit import cut_to_fit
 from poros.parity.gate import Announce, CheckResult, Verdict, corrupt, executor_used
-from poros.parity.source import Setting, find_source
+from poros.parity.source import Setting, find_source, planned_setting
 from poros.parity.stock import (
     Accumulate,
     MakeOptimizer,
@@ -89,7 +90,9 @@ def check_in_lockstep(
     with attention_path(attention), ExitStack() as cleanup:
         announce("preparing the models", 0, work.steps)
         setting = Setting(lora, work.seed, stream, where, plugins or load_plugins(), layers)
-        source = find_source(model, revision, cut_to_fit(model, revision, setting, work, beside=True))
+        setting = cut_to_fit(model, revision, setting, work, beside=True)
+        setting = planned_setting(model, revision, setting, work.batch_size * work.length, work.accumulation)
+        source = find_source(model, revision, setting)
         models = source.stock(), source.streamed_beside()
         engine = engine_of(models[1])
         cleanup.callback(engine.close)
@@ -158,7 +161,9 @@ def check_in_lockstep(
             model_type=str(models[0].config.model_type),
             traffic=traffic,
             link_gb_s=link,
-            executor=executor_used(engine, stream),
+            executor=executor_used(engine, engine.config),
+            stream=engine.config,
+            plan=plan_record(models[1]),
             data_hash=hash_of(
                 [
                     batch["input_ids"].tolist()

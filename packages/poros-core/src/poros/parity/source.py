@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,13 +14,15 @@ from transformers import AutoConfig
 from poros.architecture import Architecture, PublishedShape
 from poros.checkpoint.locate import read_config, resolve
 from poros.config import StreamConfig
-from poros.engine.adapters import narrowed
+from poros.engine.adapters import lora_part, narrowed
 from poros.engine.attach import attach
+from poros.engine.budget import planned
 from poros.engine.load import load
 from poros.engine.parts import config_of
 from poros.errors import PorosError
 from poros.parity.resident import random_resident
 from poros.parity.stock import load_stock
+from poros.plan.search import Plan
 from poros.plugins import Plugins
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ class Setting:
         lora, seed: The adapters.
         stream, device, plugins: How to stream, and where.
         num_layers: Cut the model to its first layers.
+        plan: For the streamed model, if there is a budget; whoever runs it enforces it.
     """
 
     lora: LoraConfig
@@ -63,6 +67,12 @@ class Setting:
     device: torch.device
     plugins: Plugins
     num_layers: int | None = None
+    plan: Plan | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `load` and `attach`: what lives where."""
+        return self.stream.model_dump() if self.plan is None else {"plan": self.plan}
 
     def own_lora(self, architecture: Architecture, config: Any) -> LoraConfig:
         """The adapters' config for one model, the same for stock as for streamed."""
@@ -91,7 +101,7 @@ class CheckpointSource:
             self._directory,
             lora=setting.lora,
             seed=setting.seed,
-            **setting.stream.model_dump(),
+            **setting.options,
             device=setting.device,
             plugins=setting.plugins,
             num_layers=setting.num_layers,
@@ -146,7 +156,7 @@ class ShapeSource:
         return self._attached(self._build())
 
     def _attached(self, model: Any) -> Any:
-        return attach(model, **self._setting.stream.model_dump(), plugins=self._setting.plugins)
+        return attach(model, **self._setting.options, plugins=self._setting.plugins)
 
 
 def find_source(model: str, revision: str | None, setting: Setting) -> Source:
@@ -169,3 +179,36 @@ def find_published(model: str, plugins: Plugins) -> tuple[Architecture, Publishe
         ((family, shape) for family in plugins.architectures() for shape in family.published if shape.id == model),
         None,
     )
+
+
+def planned_setting(model: str, revision: str | None, setting: Setting, tokens: int, micro_batches: int) -> Setting:
+    """The setting with a plan in it, if its stream has a budget.
+
+    Args:
+        model, revision: As for `find_source`.
+        setting: The rest.
+        tokens: Of a micro-batch, padding included.
+        micro_batches: Per optimizer step.
+
+    Raises:
+        PorosError: the budget is too small.
+    """
+    if setting.stream.vram is None:
+        return setting
+    published = find_published(model, setting.plugins)
+    if published is not None:
+        architecture, values = published[0], published[1].config
+    else:
+        values = read_config(resolve(model, revision))
+        architecture = setting.plugins.architecture_for(str(values["model_type"]))
+    plan = planned(
+        setting.stream,
+        architecture,
+        values,
+        lora_part(setting.lora),
+        tokens=tokens,
+        micro_batches=micro_batches,
+        num_layers=setting.num_layers,
+        device=setting.device,
+    )
+    return setting if plan is None else dataclasses.replace(setting, plan=plan, stream=plan.stream)

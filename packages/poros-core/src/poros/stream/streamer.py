@@ -115,6 +115,7 @@ class Lease:
         """
         slot = self.slot()
         self._streamer.held = None  # for as long as it isn't sure that all was taken out
+        self._streamer.drop_head()
         take_out(slot)
         self._streamer.held = self._block
         if release:
@@ -227,6 +228,10 @@ class Streamer:
             if not self._busy:
                 self._locked.clear()
             self._fill()
+
+    def drop_head(self) -> None:
+        """Something is about to be written where the head lies."""
+        self._contents = [None if there is not None and there == self.head else there for there in self._contents]
 
     def stamp(self, slot: Slot) -> int:
         """How often something was copied into a slot."""

@@ -9,22 +9,27 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from poros.architecture import Architecture
 from poros.checkpoint.locate import read_config, resolve
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import read_model_config
 from poros.config import RunConfig
 from poros.engine.adapters import check_lora, lora_config
 from poros.engine.attention import attention_path
+from poros.engine.budget import enforce, planned, process_bytes
 from poros.engine.engine import engine_of
 from poros.engine.load import default_device, load
+from poros.engine.measured import plan_record
 from poros.engine.parts import causal_lm, text_marks
 from poros.errors import CheckpointError, PorosError, UnsupportedError
+from poros.plan.search import Plan
 from poros.plugins import Plugins
 from poros.provenance import host_peak_bytes, provenance
 from poros.receipt import DTYPE_POLICY, Receipt
@@ -102,12 +107,16 @@ def train(config: RunConfig, plugins: Plugins, listener: Listener) -> TrainResul
     identity = run_identity(config, rows.hash)
     resume_from = _resume_from(config, out, identity, listener)
     device = default_device()
+    plan = _planned(config, architecture, directory, [rows, *([held_out] if held_out else [])], device, listener)
     with attention_path(config.training.attention):
+        if plan is not None:
+            enforce(plan, device)
         model = load(
             directory,
             lora=lora,
             seed=config.training.seed,
-            **config.stream.model_dump(),
+            plan=plan,
+            **({} if plan is not None else config.stream.model_dump()),
             device=device,
             plugins=plugins,
             name=config.model.path,
@@ -119,6 +128,33 @@ def train(config: RunConfig, plugins: Plugins, listener: Listener) -> TrainResul
             return _run(config, model, tokenizer, rows, held_out, identity, resume_from, out, device, plugins, listener)
         finally:
             engine_of(model).close()
+
+
+def _planned(
+    config: RunConfig,
+    architecture: Architecture,
+    directory: Path,
+    lots: Sequence[Prepared],
+    device: torch.device,
+    listener: Listener,
+) -> Plan | None:
+    """The plan for the budget of a run, at its longest row; None without a budget."""
+    multiple = config.data.pad_to_multiple_of
+    longest = max(-(-len(row.input_ids) // multiple) * multiple for lot in lots for row in lot.rows)
+    plan = planned(
+        config.stream,
+        architecture,
+        read_config(directory),
+        config.lora,
+        tokens=config.training.batch_size * longest,
+        rows=config.training.batch_size,
+        micro_batches=config.training.accumulation,
+        device=device,
+    )
+    if plan is not None:
+        for line in plan.summary():
+            listener.note(line)
+    return plan
 
 
 def read_tokenizer(directory: Path) -> Any:
@@ -235,7 +271,9 @@ def _run(
         save_adapter(model, out)
     except (PorosError, torch.OutOfMemoryError) as error:
         status = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
-        _receipt(config, model, rows, observer, losses, device, status, str(error)).append(out / RECEIPT)
+        _receipt(config, model, rows, observer, losses, device, trainer.optimizer, status, str(error)).append(
+            out / RECEIPT
+        )
         if isinstance(error, PorosError):
             raise
         longest = max(len(row.input_ids) for row in rows.rows)
@@ -243,7 +281,7 @@ def _run(
             f"out of memory; the longest row has {longest} tokens, {config.training.batch_size} rows go at a time",
             "lower data.max_length or training.batch_size; raise training.accumulation to keep the batch",
         ) from error
-    receipt = _receipt(config, model, rows, observer, losses, device, "ok", None)
+    receipt = _receipt(config, model, rows, observer, losses, device, trainer.optimizer, "ok", None)
     receipt.append(out / RECEIPT)
     plot_losses(out / LOSS_CURVE, losses, evaluations, f"{Path(config.model.path).name}: {Path(config.data.path).name}")
     listener.note(f"trained in {time.perf_counter() - began:.0f} s")
@@ -257,6 +295,7 @@ def _receipt(
     observer: Any,
     losses: list[tuple[int, float]],
     device: torch.device,
+    optimizer: torch.optim.Optimizer | None,
     status: Any,
     reason: str | None,
 ) -> Receipt:
@@ -282,9 +321,15 @@ def _receipt(
         vram_allocated_gb=torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None,
         vram_reserved_gb=torch.cuda.max_memory_reserved(device) / 1e9 if on_gpu else None,
         host_peak_gb=host_peak_bytes() / 1e9,
+        vram_device_gb=_gb(process_bytes(device) if on_gpu else None),
+        plan=plan_record(model, optimizer),
         **observer.traffic().per_step(steps, seconds, engine_of(model).streamer.link_gb_s()),
         losses=[loss for _, loss in losses],
         status=status,
         reason=reason,
         provenance=provenance(),
     )
+
+
+def _gb(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / 1e9

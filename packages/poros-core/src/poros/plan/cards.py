@@ -1,0 +1,90 @@
+"""Graphics cards: what a plan needs to know of one.
+
+The H200's figures were measured (docs/lab-notes.md). Those of the others are their makers', scaled by what the H200
+reaches of its own; a plan for them is an estimate until `poros doctor` has measured the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from poros.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One card in its slot. GB = 1e9 bytes.
+
+    Attributes:
+        id: Name on the command line.
+        name: Its maker's name for it.
+        vram_gb: Its memory.
+        link_gb_s: What pinned copies to it reach.
+        tflops: bf16 matrix products, as reached on a decoder layer at 512 tokens.
+        memory_gb_s: Its own memory, as reached by elementwise kernels.
+        kernel_us: Time of a small kernel in a recorded graph.
+        context_gb: What a process takes of it beside torch's own memory: context, kernels, recorded graphs.
+    """
+
+    id: str
+    name: str
+    vram_gb: float
+    link_gb_s: float
+    tflops: float
+    memory_gb_s: float
+    kernel_us: float = 3.65
+    context_gb: float = 0.6
+
+
+_REACHED = {"link": 55.4 / 64, "tflops": 734 / 989, "memory": 3850 / 4800}
+"""Measured on the H200 over its maker's figures: PCIe 5.0 x16, dense bf16, HBM3e."""
+
+
+def _card(name: str, vram_gb: float, link: float, tflops: float, memory: float) -> Card:
+    """A card by its maker's figures: GB, GB/s of its PCIe link, dense bf16 TFLOP/s, GB/s of its memory."""
+    return Card(
+        id=name.lower().replace(" ", "-"),
+        name=name,
+        vram_gb=vram_gb,
+        link_gb_s=link * _REACHED["link"],
+        tflops=tflops * _REACHED["tflops"],
+        memory_gb_s=memory * _REACHED["memory"],
+    )
+
+
+CARDS = {
+    card.id: card
+    for card in (
+        _card("H200", 150.1, 64, 989, 4800),
+        _card("H100", 85.0, 64, 989, 3350),
+        _card("A100 80GB", 85.0, 32, 312, 2039),
+        _card("A100 40GB", 42.4, 32, 312, 1555),
+        _card("L40S", 48.3, 32, 362, 864),
+        _card("L4", 24.1, 32, 121, 300),
+        _card("A10G", 24.1, 32, 70, 600),
+        _card("RTX 5090", 34.2, 64, 210, 1792),
+        _card("RTX 5080", 17.1, 64, 113, 960),
+        _card("RTX 5070 Ti", 17.1, 64, 88, 896),
+        _card("RTX 5060 Ti 16GB", 17.1, 32, 47, 448),
+        _card("RTX 4090", 25.7, 32, 165, 1008),
+        _card("RTX 4080", 17.1, 32, 97, 717),
+        _card("RTX 4070", 12.8, 32, 58, 504),
+        _card("RTX 4060 Ti 16GB", 17.1, 16, 44, 288),
+        _card("RTX 4060", 8.6, 16, 30, 272),
+        _card("RTX 3090", 25.7, 32, 71, 936),
+        _card("RTX 3080", 10.7, 32, 60, 760),
+        _card("RTX 3060", 12.8, 32, 26, 360),
+    )
+}
+
+
+def find_card(name: str) -> Card:
+    """A card by its id.
+
+    Raises:
+        ConfigError: there is none of that name; names those that there are.
+    """
+    card = CARDS.get(name.lower().replace(" ", "-").removeprefix("nvidia-"))
+    if card is None:
+        raise ConfigError(f"no card is called {name}", f"known are: {', '.join(CARDS)}")
+    return card

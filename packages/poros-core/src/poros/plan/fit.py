@@ -1,0 +1,136 @@
+"""From a budget to a plan, or to a refusal that says what would help."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from poros.architecture import Architecture
+from poros.config import LoraPart, StreamConfig
+from poros.dimensions import ModelDimensions, Values, text_values
+from poros.errors import BudgetError, UnsupportedError
+from poros.plan.cards import Card
+from poros.plan.job import Job
+from poros.plan.memory import device_components
+from poros.plan.search import CHOICES, Plan, best_plan, smallest_plan
+
+
+def dimensions_of(architecture: Architecture, config: Values) -> ModelDimensions:
+    """The sizes of a model's tensors from the values of its `config.json`.
+
+    Raises:
+        UnsupportedError: the family can't be planned, or the config lacks a value.
+    """
+    if architecture.dimensions is None:
+        raise UnsupportedError(
+            f"the family {architecture.family} has no `dimensions`, so its models can't be planned",
+            "leave vram out and choose slots and placements yourself",
+        )
+    try:
+        return architecture.dimensions(text_values(config))
+    except KeyError as error:
+        raise UnsupportedError(f"config.json has no {error.args[0]}, without which nothing can be planned") from error
+
+
+def make_job(
+    dimensions: ModelDimensions, lora: LoraPart, tokens: int, micro_batches: int, stream: StreamConfig, graphs: bool
+) -> Job:
+    """The job that a run's settings describe.
+
+    Args:
+        dimensions: Of the model.
+        lora: The adapters.
+        tokens: Of a micro-batch, padding included.
+        micro_batches: Per optimizer step.
+        stream: For the block size and the executor.
+        graphs: Whether CUDA graphs can be recorded.
+    """
+    return Job(
+        dimensions=dimensions,
+        tokens=tokens,
+        micro_batches=micro_batches,
+        rank=lora.rank,
+        targets=None if lora.targets == "all-linear" else lora.targets,
+        block_size=stream.block_size,
+        graphs=graphs and stream.executor != "eager" and not dimensions.shares,
+    )
+
+
+def fixed_settings(stream: StreamConfig) -> frozenset[str]:
+    """Settings that the user has made, which a plan leaves alone."""
+    return frozenset(stream.model_fields_set) & {*CHOICES, "resident"}
+
+
+def fit(
+    job: Job,
+    card: Card,
+    budget_bytes: int,
+    stream: StreamConfig,
+    host_bytes: int | None = None,
+    fixed: frozenset[str] = frozenset(),
+    rows: int = 1,
+) -> Plan:
+    """The fastest plan that fits.
+
+    Args:
+        job: What is trained.
+        card: On which card.
+        budget_bytes: GPU memory for the whole process.
+        stream: Settings that were made hold; the others are chosen.
+        host_bytes: Host memory for the whole process; unlimited by default.
+        fixed: Further settings that hold.
+        rows: Rows of a micro-batch, for what is said when nothing fits.
+
+    Raises:
+        BudgetError: nothing fits; says how much would be needed, and what helps most.
+    """
+    fixed |= fixed_settings(stream)
+    plan = best_plan(job, card, budget_bytes, host_bytes, stream, fixed)
+    if plan is not None:
+        return plan
+    smallest = smallest_plan(job, card, stream, fixed)
+    if smallest.device_bytes > budget_bytes:
+        raise BudgetError(
+            f"{job.tokens} tokens at a time need at least {_gb(smallest.device_bytes)} of GPU memory, "
+            f"and {_gb(budget_bytes)} may be taken",
+            "; ".join(_knobs(job, card, smallest, stream, fixed, rows)) or "a card with more memory",
+        )
+    raise BudgetError(
+        f"the base and what goes with it need about {_gb(smallest.host_bytes)} of host memory, "
+        f"and {_gb(host_bytes or 0)} may be taken",
+        "close other programs, or take a smaller model; what stays on the GPU needs host memory while it is read",
+    )
+
+
+def _knobs(job: Job, card: Card, smallest: Plan, stream: StreamConfig, fixed: frozenset[str], rows: int) -> list[str]:
+    """The two changes that lower the need most, each with what would then be needed."""
+    ideas: Mapping[str, Job] = {
+        "rows of half the length": dataclasses.replace(job, tokens=max(1, job.tokens // 2)),
+        "one row at a time": dataclasses.replace(job, tokens=job.tokens // rows) if rows > 1 else job,
+        f"rank {job.rank // 2}": dataclasses.replace(job, rank=job.rank // 2) if job.rank > 1 else job,
+        "blocks of one layer": dataclasses.replace(job, block_size=1),
+        "no accumulation": dataclasses.replace(job, micro_batches=1),
+    }
+    needs = {
+        idea: smallest_plan(other, card, stream.model_copy(update={"block_size": other.block_size}), fixed).device_bytes
+        for idea, other in ideas.items()
+    }
+    if fixed:
+        loose = smallest_plan(job, card, StreamConfig(block_size=job.block_size)).device_bytes
+        needs[f"leaving {', '.join(sorted(fixed))} to the plan"] = loose
+    helpful = sorted((need, idea) for idea, need in needs.items() if need < 0.995 * smallest.device_bytes)
+    return [f"{idea}: {_gb(need)}" for need, idea in helpful[:2]]
+
+
+def stock_bytes(job: Job, card: Card) -> int:
+    """GPU memory of the ordinary resident run, estimated in the same way."""
+    eager = dataclasses.replace(job, graphs=False, micro_batches=1, block_size=1)
+    parts = dict(device_components(eager, StreamConfig(resident="all", recompute=False, restore_once=False), card))
+    # Autograd keeps the activations of one layer after the other, so there are no boundaries beside them, and memory is
+    # given out in the order in which it is taken: next to nothing is lost in between.
+    parts |= {"allocator": 0, "boundaries": 0}
+    return sum(parts.values())
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB"

@@ -1,0 +1,66 @@
+"""What is to be trained, as far as a plan needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Literal
+
+from poros.dimensions import ModelDimensions
+from poros.stream.schedule import evenly_spread
+
+FLOAT32 = 4
+BF16 = 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """A model and what is done with it. Everything that a step costs follows from this and from what lives where.
+
+    Attributes:
+        dimensions: Of the model.
+        tokens: Of a micro-batch, padding included: rows times the longest row.
+        micro_batches: Per optimizer step.
+        rank: Of the adapters.
+        targets: Names of the adapted linear layers; all by default.
+        block_size: Layers of a block.
+        graphs: Whether blocks are run by recorded CUDA graphs.
+    """
+
+    dimensions: ModelDimensions
+    tokens: int
+    micro_batches: int = 1
+    rank: int = 16
+    targets: Sequence[str] | None = None
+    block_size: int = 1
+    graphs: bool = True
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each block."""
+        layers = range(len(self.dimensions.layers))
+        return tuple(tuple(layers[start : start + self.block_size]) for start in layers[:: self.block_size])
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of each block's slabs."""
+        return tuple(sum(self.dimensions.layers[layer].nbytes for layer in block) for block in self.blocks)
+
+    @cached_property
+    def adapter_bytes(self) -> int:
+        """Bytes of all adapters in float32."""
+        layers = self.dimensions.layers
+        return FLOAT32 * sum(layer.adapter_parameters(self.rank, self.targets) for layer in layers)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one micro-batch's hidden states in bf16."""
+        return BF16 * self.tokens * self.dimensions.hidden
+
+    def resident(self, count: int | Literal["all"]) -> frozenset[int]:
+        """Which blocks stay on the device, if it is to be `count`."""
+        return _spread(len(self.blocks) if count == "all" else count, len(self.blocks))
+
+
+_spread = cache(evenly_spread)

@@ -1,0 +1,195 @@
+"""How much memory a step takes, component by component.
+
+What Poros itself allocates (slots, resident blocks, adapters, moments, boundaries) is known to the byte and tested
+against the engine. What torch's operations take while a block or the loss is worked out is counted from the tensors
+that they save, for one token, and compared with measurements in validation/README.md.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from poros.config import StreamConfig
+from poros.dimensions import LayerDimensions, aligned
+from poros.plan.cards import Card
+from poros.plan.job import BF16, FLOAT32, Job
+
+CUBLAS_BYTES = 2 * 33_554_432
+"""cuBLAS's workspaces: one for the stream that computes and one for that which records."""
+
+SLACK = 0.09
+"""Reserved over allocated memory, less one: 1.075 to 1.098 in validation/cells_h200.jsonl."""
+
+PIECE_BYTES = 4 * 16_000_000
+"""Room for two pieces of moments, while the others are in host memory; see `poros.engine.optimizer`."""
+
+AWAY = 3
+"""Boundary activations on the device while the others are in host memory."""
+
+
+def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, int]:
+    """Bytes of device memory at the fullest moment of a step, by component; their sum is what the process takes.
+
+    Two moments compete: the loss, when every boundary activation is there, and the update, when every gradient is.
+    """
+    dimensions = job.dimensions
+    resident = job.resident(stream.resident)
+    moving = [size for block, size in enumerate(job.block_bytes) if block not in resident]
+    slots = aligned(max(moving)) * min(stream.slots, len(moving)) if moving else 0
+    takes_out = job.graphs and (stream.restore_once or job.micro_batches > 1) and bool(moving or stream.recompute)
+    restored = restored_bytes(job) if takes_out else 0
+    travels = head_travels(job, stream)
+    on_host = stream.embedding == "host"
+    embedding_stays = not on_host or (dimensions.tied and not travels)
+    parts = {
+        "context": round(card.context_gb * 1e9),
+        "workspaces": CUBLAS_BYTES,
+        "slots": slots,
+        "restored weights": restored,
+        "resident blocks": sum(aligned(job.block_bytes[block]) for block in resident),
+        "embedding": dimensions.matrix_bytes * embedding_stays + dimensions.table_bytes * (not on_host),
+        "head": 0 if travels or dimensions.tied else dimensions.matrix_bytes,
+        "outside the layers": dimensions.outer_bytes,
+        "adapters": job.adapter_bytes,
+        "moments": 2 * job.adapter_bytes if stream.optimizer == "device" else min(PIECE_BYTES, 4 * job.adapter_bytes),
+        "activations of a block": block_activation_bytes(job, stream),
+        "kept activations": kept_bytes(job, stream),
+    }
+    if travels:
+        # One piece of memory has two uses by turns.
+        parts["head"] = max(0, dimensions.matrix_bytes - slots - restored)
+    boundaries = len(job.blocks) * job.micro_batches if stream.boundaries == "device" else AWAY
+    at_the_loss = {
+        "boundaries": min(boundaries, len(job.blocks) * job.micro_batches) * job.hidden_bytes,
+        "logits and loss": loss_bytes(job, stream),
+        "gradients of hidden states": job.micro_batches * job.hidden_bytes,
+    }
+    update = job.adapter_bytes if stream.optimizer == "device" else PIECE_BYTES // 4
+    at_the_update = {"gradients": job.adapter_bytes, "update": min(update, job.adapter_bytes)}
+    parts |= at_the_loss if sum(at_the_loss.values()) > sum(at_the_update.values()) else at_the_update
+    # What torch's allocator holds beside what is allocated: rounding, and gaps between tensors that came and went.
+    parts["allocator"] = round(SLACK * (sum(parts.values()) - parts["context"]))
+    return parts
+
+
+def host_components(job: Job, stream: StreamConfig) -> dict[str, int]:
+    """Bytes of host memory, by component."""
+    dimensions = job.dimensions
+    travels = head_travels(job, stream)
+    on_host = stream.embedding == "host"
+    largest = max(rows * columns for layer in dimensions.layers for rows, columns in layer.linears.values())
+    tables = dimensions.table_bytes
+    if not dimensions.tied:
+        tables += dimensions.matrix_bytes
+    boundaries = -(-len(job.blocks) * job.micro_batches // 8) * 8
+    return {
+        "program": PROGRAM_BYTES,
+        "base": sum(job.block_bytes),
+        "head": dimensions.matrix_bytes if travels else 0,
+        "embedding": tables if on_host else 0,
+        "moments": 2 * job.adapter_bytes if stream.optimizer == "host" else 0,
+        "boundaries": boundaries * job.hidden_bytes if stream.boundaries == "host" else 0,
+        "reading": 3 * 2 * BF16 * largest,
+    }
+
+
+PROGRAM_BYTES = 3_000_000_000
+"""Python, torch and the driver in host memory, a few data rows included."""
+
+
+def head_travels(job: Job, stream: StreamConfig) -> bool:
+    """Whether the head comes and goes: not where it would have its memory for itself, see `Vocabulary`."""
+    something_moves = stream.resident != "all" and stream.resident < len(job.blocks)
+    together = not job.dimensions.tied or stream.embedding == "host"
+    return stream.head == "host" and something_moves and together
+
+
+@cache
+def restored_bytes(job: Job) -> int:
+    """Bytes of the buffers to which blocks are taken out: one for all tensors that are alike; see `engine.outside`."""
+    sizes: dict[tuple[int, str, tuple[int, ...]], int] = {}
+    for block in job.blocks:
+        for position, index in enumerate(block):
+            layer = job.dimensions.layers[index]
+            small = {name: (elements,) for name, elements in (*layer.vectors.items(), *layer.buffers.items())}
+            for name, shape in (*layer.linears.items(), *small.items()):
+                sizes[position, name, shape] = aligned(BF16 * math.prod(shape))
+    return sum(sizes.values())
+
+
+def activation_bytes(layer: LayerDimensions, hidden: int, rank: int, tokens: int) -> int:
+    """Bytes of what autograd keeps of one layer under bf16 autocast: stock keeps them for every layer.
+
+    By token: both norms keep their input in float32; the adapters keep what goes into each lot of linear layers (twice
+    the hidden states, the attention's output, the MLP's product); attention keeps queries, keys, values and output; the
+    MLP keeps gate, up and activation.
+    """
+    inner = max(rows for name, (rows, _) in layer.linears.items() if name.endswith(("up_proj", "gate_proj")))
+    floats = 2 * hidden * FLOAT32
+    halves = (4 * hidden + 4 * layer.query + 2 * layer.key_value + 4 * inner + 7 * rank) * BF16
+    return tokens * (floats + halves)
+
+
+def transient_bytes(layer: LayerDimensions, hidden: int, tokens: int) -> int:
+    """Bytes that come and go while a layer is differentiated: gradients around the widest matrix, in bf16."""
+    inner = max(rows for rows, _ in layer.linears.values())
+    return tokens * (3 * inner + 2 * hidden) * BF16
+
+
+def block_activation_bytes(job: Job, stream: StreamConfig) -> int:
+    """Bytes that running one block again and differentiating it takes: of the recorded graphs, or of eager kernels."""
+    if not stream.recompute and stream.resident == "all":
+        return 2 * job.hidden_bytes
+    return _fullest_block(job, takes_out=job.graphs and (stream.restore_once or job.micro_batches > 1))
+
+
+@cache
+def _fullest_block(job: Job, takes_out: bool) -> int:
+    hidden = job.dimensions.hidden
+    needed = []
+    for block in job.blocks:
+        layers = [job.dimensions.layers[i] for i in block]
+        kept = sum(activation_bytes(layer, hidden, job.rank, job.tokens) for layer in layers)
+        adapters = FLOAT32 * sum(layer.adapter_parameters(job.rank, job.targets) for layer in layers)
+        transient = max(transient_bytes(layer, hidden, job.tokens) for layer in layers)
+        weights = max(BF16 * rows * columns for layer in layers for rows, columns in layer.linears.values())
+        needed.append(kept + transient + (0 if takes_out else weights) + 2 * adapters)
+    return max(needed) + 4 * job.hidden_bytes
+
+
+def kept_bytes(job: Job, stream: StreamConfig) -> int:
+    """Bytes of activations that resident blocks keep; with several micro-batches they are run again after all."""
+    return sum(_kept_by_block(job)[block] for block in keeping_blocks(job, stream))
+
+
+def keeping_blocks(job: Job, stream: StreamConfig) -> frozenset[int]:
+    """Which blocks keep their activations."""
+    if stream.recompute or (job.micro_batches > 1 and stream.resident not in ("all", len(job.blocks))):
+        return frozenset()
+    return job.resident(stream.resident)
+
+
+@cache
+def _kept_by_block(job: Job) -> tuple[int, ...]:
+    hidden = job.dimensions.hidden
+    kept = []
+    for block in job.blocks:
+        total = job.hidden_bytes
+        for layer in (job.dimensions.layers[i] for i in block):
+            adapters = FLOAT32 * layer.adapter_parameters(job.rank, job.targets)
+            total += activation_bytes(layer, hidden, job.rank, job.tokens) + (adapters if job.graphs else 0)
+        kept.append(total)
+    return tuple(kept)
+
+
+def loss_bytes(job: Job, stream: StreamConfig) -> int:
+    """Bytes of logits and loss of one micro-batch: in bf16 the logits and their gradient; in float32 the logits, their
+    log-softmax and its gradient, for all tokens or for a few at a time."""
+    vocabulary = job.dimensions.vocabulary
+    caps = 2 if job.dimensions.has_softcap else 0
+    whole = (2 + caps) * BF16 * job.tokens * vocabulary
+    if stream.loss_rows is None:
+        return whole - BF16 * job.tokens * vocabulary + 3 * FLOAT32 * job.tokens * vocabulary
+    rows = min(job.tokens, -(-stream.loss_rows // 16) * 16)
+    return whole + 4 * FLOAT32 * rows * vocabulary

@@ -1,0 +1,213 @@
+"""Choosing where everything lives: the fastest run that fits.
+
+Every choice is exact, so the only question is time. There are few of them: each of five things is on the device or on
+the host, there are one to four slots, weights are restored once a visit or at each use, and resident blocks keep their
+activations or don't. For each of these combinations as many blocks stay on the device as fit. So nothing is left out,
+and more memory never makes a plan slower.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from poros.config import StreamConfig
+from poros.plan.cards import Card
+from poros.plan.job import Job
+from poros.plan.memory import device_components, host_components
+from poros.plan.seconds import Seconds, step_seconds
+
+LOSS_ROWS = 128
+"""Tokens whose loss is worked out at a time, where the loss is taken to pieces."""
+
+MOST_SLOTS = 4
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "embedding": ("device", "host"),
+    "head": ("device", "host"),
+    "optimizer": ("device", "host"),
+    "boundaries": ("device", "host"),
+    "loss_rows": (None, LOSS_ROWS),
+    "restore_once": (True, False),
+    "recompute": (True, False),
+    "slots": tuple(range(1, MOST_SLOTS + 1)),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything lives, and what that is predicted to cost. Bytes; seconds of an optimizer step.
+
+    Attributes:
+        stream: The placements, as the engine takes them.
+        device: Component -> bytes of device memory, at the fullest moment of a step.
+        host: Component -> bytes of host memory.
+        seconds: Of a step.
+        budget_bytes: What was to be kept to; None if it is only described.
+    """
+
+    stream: StreamConfig
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    seconds: Seconds
+    budget_bytes: int | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of the whole process."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the whole process."""
+        return sum(self.host.values())
+
+    def summary(self) -> list[str]:
+        """What a person wants to know of it, in a few lines."""
+        usual = StreamConfig()
+        away = [
+            name for name in ("embedding", "head", "optimizer", "boundaries") if getattr(self.stream, name) == "host"
+        ]
+        resident = "every block" if self.stream.resident == "all" else f"{self.stream.resident} blocks"
+        kept = "" if self.stream.recompute == usual.recompute else ", which keep their activations"
+        on_host = f"; on the host: {', '.join(away)}" if away else ""
+        budget = "" if self.budget_bytes is None else f" of {self.budget_bytes / 1e9:.1f}"
+        return [
+            f"plan: {self.device_bytes / 1e9:.1f}{budget} GB of GPU memory, {self.host_bytes / 1e9:.1f} GB of host "
+            f"memory, {self.seconds.step:.2f} s a step, bound by {self.seconds.bound_by}",
+            f"plan: {self.stream.slots} slots, {resident} on the GPU for good{kept}{on_host}",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Under the names of a receipt. GB = 1e9 bytes."""
+        return {
+            "vram_budget_gb": None if self.budget_bytes is None else self.budget_bytes / 1e9,
+            "predicted_vram_gb": self.device_bytes / 1e9,
+            "predicted_host_gb": self.host_bytes / 1e9,
+            "predicted_s_step": self.seconds.step,
+            "predicted_copied_gb": self.seconds.copied_bytes / 1e9,
+            "bound_by": self.seconds.bound_by,
+            "components": {name: size / 1e9 for name, size in self.device.items() if size},
+            "host_components": {name: size / 1e9 for name, size in self.host.items() if size},
+            "placements": self.stream.model_dump(mode="json"),
+        }
+
+
+def describe(job: Job, stream: StreamConfig, card: Card, budget_bytes: int | None = None) -> Plan:
+    """What given placements cost."""
+    return Plan(
+        stream,
+        device_components(job, stream, card),
+        host_components(job, stream),
+        step_seconds(job, stream, card),
+        budget_bytes,
+    )
+
+
+def candidates(job: Job, base: StreamConfig, free: Collection[str] | None = None) -> Iterator[StreamConfig]:
+    """Every combination of placements but for the number of resident blocks, which is none.
+
+    Args:
+        job: What is trained.
+        base: Holds the values of settings that aren't free.
+        free: Settings that may be chosen; all by default.
+    """
+    names = [name for name in CHOICES if free is None or name in free]
+    for values in itertools.product(*(CHOICES[name] for name in names)):
+        chosen = dict(zip(names, values, strict=True))
+        if not chosen.get("restore_once", True) and (job.micro_batches > 1 or not job.graphs):
+            continue  # a visit that runs a block several times restores its weights once in any case
+        if job.dimensions.tied and {chosen.get("embedding"), chosen.get("head")} == {"device", "host"}:
+            continue  # one matrix lives in one place
+        yield base.model_copy(update={**chosen, "resident": 0})
+
+
+def most_resident(job: Job, fits: Callable[[int], bool]) -> int | None:
+    """The largest number of resident blocks that fits, or None if not even none does. More always takes more."""
+    if not fits(0):
+        return None
+    low, high = 0, len(job.blocks)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _cost(job: Job, stream: StreamConfig, card: Card) -> tuple[float, int, int]:
+    """By what plans are compared: time, then how little is unusual, then memory."""
+    usual = StreamConfig()
+    unusual = sum(getattr(stream, name) != getattr(usual, name) for name in CHOICES if name != "recompute")
+    return step_seconds(job, stream, card).step, unusual, sum(device_components(job, stream, card).values())
+
+
+def best_plan(
+    job: Job,
+    card: Card,
+    budget_bytes: int,
+    host_bytes: int | None = None,
+    base: StreamConfig | None = None,
+    fixed: frozenset[str] = frozenset(),
+) -> Plan | None:
+    """The fastest plan within a budget. None if nothing fits.
+
+    Of equally fast ones it is the one that differs least from the usual settings, and then the one that takes least.
+
+    Args:
+        job: What is trained.
+        card: On which card.
+        budget_bytes: Device memory for the whole process.
+        host_bytes: Host memory for the whole process; unlimited by default.
+        base: Holds the values of settings in `fixed`.
+        fixed: Settings that aren't to be chosen.
+    """
+    base = base or StreamConfig()
+    best: tuple[tuple[float, int, int], StreamConfig] | None = None
+    free = [name for name in CHOICES if name not in fixed]
+
+    def fits(stream: StreamConfig) -> bool:
+        if sum(device_components(job, stream, card).values()) > budget_bytes:
+            return False
+        return host_bytes is None or sum(host_components(job, stream).values()) <= host_bytes
+
+    def fits_with(candidate: StreamConfig, count: int) -> bool:
+        return fits(candidate.model_copy(update={"resident": count}))
+
+    for candidate in candidates(job, base, free):
+        if "resident" in fixed:
+            counts = [base.resident]
+        else:
+            found = most_resident(job, partial(fits_with, candidate))
+            # Without anything that moves the head stays as well, which can take more than one block fewer.
+            counts = [] if found is None else sorted({found, min(found, len(job.blocks) - 1)})
+        for count in counts:
+            stream = candidate.model_copy(update={"resident": count})
+            if not fits(stream):
+                continue
+            cost = _cost(job, stream, card)
+            if best is None or cost < best[0]:
+                best = (cost, stream)
+    return None if best is None else describe(job, best[1], card, budget_bytes)
+
+
+def smallest_plan(job: Job, card: Card, base: StreamConfig | None = None, fixed: frozenset[str] = frozenset()) -> Plan:
+    """The plan that takes the least device memory; of equally small ones the fastest."""
+    free = [name for name in CHOICES if name not in fixed]
+
+    def cost(stream: StreamConfig) -> tuple[int, float]:
+        return sum(device_components(job, stream, card).values()), step_seconds(job, stream, card).step
+
+    resident = {"resident": (base or StreamConfig()).resident if "resident" in fixed else 0}
+    streams = (c.model_copy(update=resident) for c in candidates(job, base or StreamConfig(), free))
+    return describe(job, min(streams, key=cost), card)
+
+
+def curve(job: Job, card: Card, points: int = 28) -> list[Plan]:
+    """The fastest plan for each of a row of budgets, from the smallest that works to one at which nothing travels."""
+    smallest = smallest_plan(job, card).device_bytes
+    largest = sum(device_components(job, StreamConfig(resident="all", recompute=job.micro_batches > 1), card).values())
+    budgets = [smallest + (largest - smallest) * step // (points - 1) for step in range(points)]
+    plans = (best_plan(job, card, max(smallest, budget)) for budget in budgets)
+    return [plan for plan in plans if plan is not None]
