@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from poros.checkpoint.packing import ALIGNMENT, Packing
+from poros.checkpoint.packing import Packing
+from poros.dimensions import ALIGNMENT
 from poros.errors import CheckpointError
 
 TENSORS = [

@@ -111,3 +111,15 @@ def test_generating(e_series: Path, families: dict[str, Architecture], plugins: 
         model.train()  # the kernels of training; there is no dropout
         texts.append(model.generate(input_ids=ids, max_new_tokens=6, do_sample=False))
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("keep", [1, 3, 0])
+def test_logits_of_the_last_tokens_only(keep: int, e_series: Path, plugins: Plugins) -> None:
+    """Newer versions of transformers drop the other tokens between two layers."""
+    model = poros.load(e_series, lora=lora_config(LoraPart(rank=4)), seed=0, device="cpu", plugins=plugins)
+    model.train()
+    ids = torch.arange(2, 14).view(1, -1)
+    mask = torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)  # without one they drop none
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits, few = (model(ids, attention_mask=mask, logits_to_keep=n).logits for n in (0, keep))
+    assert torch.equal(few, logits[:, -keep:])

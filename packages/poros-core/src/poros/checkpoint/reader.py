@@ -6,9 +6,8 @@ tensors more, never a whole layer or model in 16 bit.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,17 +17,13 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from poros.checkpoint.frozen import FrozenTensor, packed_layout, state_tensors
+from poros.checkpoint.claims import FLOATS, QUANT_STATE_KEY, STORED_PARTS, check_place, is_four_bit
+from poros.checkpoint.frozen import FrozenTensor, state_tensors
 from poros.checkpoint.packing import Packing
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import COMPUTE_DTYPE, Skeleton, placeholder
 from poros.errors import CheckpointError, UnsupportedError
 from poros.store.store import HostStore
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""dtypes in which a weight may be stored; all are read as bf16, as stock does when asked for bf16."""
-
-QUANT_STATE_KEY = "quant_state.bitsandbytes__nf4"
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in all)."""
@@ -123,7 +118,7 @@ def plan_reading(
     for layer_prefix, places in zip(prefixes, skeleton.layers, strict=True):
         for place in places:
             if not place.part:
-                _check_place(place, layer_prefix + place.name, shards, quantised, problems, claimed)
+                check_place(place, layer_prefix + place.name, shards, quantised, problems, claimed)
 
     outside, tied = _outside(skeleton, shards, prefix, problems, claimed)
     left_out = tuple(
@@ -225,7 +220,7 @@ def fill_store(
         if source in quantised:
             packing.write(slab, place.name, tensor)
             _write_parts(packing, slab, place.name, _stored_parts(shards, source))
-        elif _is_four_bit(place):
+        elif is_four_bit(place):
             weight = _quantised(tensor.to(device=device, dtype=COMPUTE_DTYPE), device, place.get().dtype)
             packing.write(slab, place.name, weight.data)
             _write_parts(packing, slab, place.name, state_tensors(weight.quant_state))
@@ -276,76 +271,6 @@ def _write_parts(packing: Packing, slab: Tensor, name: str, parts: dict[str, Ten
 def _stored_parts(shards: Shards, source: str) -> dict[str, Tensor]:
     stored = {key: shards.read(f"{source}.{key}") for key in (*STORED_PARTS, QUANT_STATE_KEY)}
     return state_tensors(bnb.functional.QuantState.from_dict(stored, device=torch.device("cpu")))
-
-
-STORED_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-"""Tensors beside a 4-bit weight in a file; the offset is in the packed quant state."""
-
-
-def _is_four_bit(place: FrozenTensor) -> bool:
-    return isinstance(place.owner._parameters.get(place.attribute), bnb.nn.Params4bit)
-
-
-def _check_place(
-    place: FrozenTensor,
-    source: str,
-    shards: Shards,
-    quantised: frozenset[str],
-    problems: list[str],
-    claimed: set[str],
-) -> None:
-    if source not in shards:
-        problems.append(f"{source} is missing")
-        return
-    info = shards.info(source)
-    claimed.add(source)
-    expected = place.get()
-    shape = tuple(expected.shape)
-    if source in quantised:
-        parts = [f"{source}.{part}" for part in STORED_PARTS]
-        absent = [part for part in parts if part not in shards]
-        claimed.update(parts, [f"{source}.{QUANT_STATE_KEY}"])
-        if absent:
-            problems.append(f"{source} is in 4 bit, but {', '.join(absent)} is missing")
-        else:
-            problems.extend(_check_stored_state(place, source, shards))
-        if info.dtype != expected.dtype or info.shape != shape:
-            problems.append(f"{source} is {info.dtype} {list(info.shape)}, expected {expected.dtype} {list(shape)}")
-        return
-    if any(f"{source}.{part}" in shards for part in STORED_PARTS):
-        problems.append(f"{source} has scales beside it but no {QUANT_STATE_KEY}")
-        return
-    if _is_four_bit(place):
-        owner = place.owner
-        shape = (int(owner.out_features), int(owner.in_features))  # type: ignore[arg-type]
-    if info.shape != shape:
-        problems.append(f"{source} has shape {list(info.shape)}, expected {list(shape)}")
-    if info.dtype not in FLOATS and (expected.dtype.is_floating_point or _is_four_bit(place)):
-        problems.append(f"{source} is {info.dtype}, expected one of bfloat16, float16, float32")
-
-
-def _check_stored_state(place: FrozenTensor, source: str, shards: Shards) -> Iterator[str]:
-    """What is wrong with the tensors beside a stored 4-bit weight; sets the dtype to which it is restored."""
-    owner: Any = place.owner
-    layout = packed_layout((int(owner.out_features), int(owner.in_features)))
-    for part in STORED_PARTS:
-        info = shards.info(f"{source}.{part}")
-        if (info.dtype, info.shape) != layout[part]:
-            dtype, shape = layout[part]
-            yield f"{info.name} is {info.dtype} {list(info.shape)}, expected {dtype} {list(shape)}"
-    key = f"{source}.{QUANT_STATE_KEY}"
-    try:
-        state = json.loads(bytes(shards.read(key).tolist()).decode())
-        dtype = getattr(torch, state["dtype"])
-        found = (state["blocksize"], state["nested_blocksize"], tuple(state["shape"]), state["quant_type"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        yield f"{key} can't be read: {type(error).__name__}: {error}"
-        return
-    expected = (64, 256, (int(owner.out_features), int(owner.in_features)), "nf4")
-    if found != expected or dtype not in FLOATS:
-        yield f"{key} says {found} and {state['dtype']}; Poros reads block sizes, shape and kind {expected}"
-        return
-    owner._parameters[place.attribute].quant_state.dtype = dtype
 
 
 def _outside(

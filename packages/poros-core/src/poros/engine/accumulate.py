@@ -154,7 +154,11 @@ def _run_prologue(engine: Engine, step: Callable[[], object]) -> _MicroBatch:
 def _run_epilogue(engine: Engine, step: Callable[[], T], one: _MicroBatch) -> T:
     """Run a micro-batch's own code over the finished hidden states; leaves their gradient in `one.hidden`."""
     leaf = one.hidden.requires_grad_()
-    leaf.register_hook(lambda gradient: setattr(one, "autocast", torch.is_autocast_enabled(engine.device.type)))
+
+    def note_autocast(gradient: Tensor) -> None:
+        one.autocast = torch.is_autocast_enabled(engine.device.type)
+
+    hook = leaf.register_hook(note_autocast)
     times = 0
 
     def finish(stock_forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,6 +171,10 @@ def _run_epilogue(engine: Engine, step: Callable[[], T], one: _MicroBatch) -> T:
     if times != 1:
         raise StreamError(f"a micro-batch's function ran the model {times} times", "each must run it once")
     one.hidden = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    # The hook holds the micro-batch, and its output's graph holds the leaf: a circle through autograd, which Python's
+    # collector can't see into.
+    hook.remove()
+    one.prologue.output = None
     return result
 
 

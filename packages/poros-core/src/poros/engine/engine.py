@@ -99,7 +99,8 @@ class Engine:
         sizes = [max(moving)] * min(config.slots, len(moving)) if moving else []
         templates = [Template(*triple) for triple in zip(layers, places, packings, strict=True)]
         by_block = [[templates[i] for i in block] for block in self.blocks]
-        graphs = self._takes_graphs(config, parts.device)
+        self.shares = bool(architecture.side_output) and architecture.has_side_outputs(config_of(parts.base))
+        graphs = self._takes_graphs(config, parts.device) and not self.shares
         head_bytes = vocabulary.head_bytes
         self.arena: Arena | None = None
         if head_bytes:
@@ -130,7 +131,6 @@ class Engine:
             )
         self.device = parts.device
         self.plan: Plan | None = None
-        self.shares = bool(architecture.side_output) and architecture.has_side_outputs(config_of(parts.base))
         self.draws: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._interceptor: Callable[..., Any] | None = None
         self._base = weakref.ref(parts.base)
@@ -177,6 +177,9 @@ class Engine:
         """
         training = torch.is_grad_enabled()
         self._check(kwargs, training)
+        if self.shares and "logits_to_keep" in kwargs:
+            # The decoder would drop the other tokens between two of its layers, which recorders can't see.
+            kwargs = {**kwargs, "logits_to_keep": 0}
         prologue = self._recording.run(stock_forward, args, kwargs)
         if training:
             # The decoder may have made a cache, and masks that depend on having one. A block is run twice in training

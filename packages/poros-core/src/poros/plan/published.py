@@ -1,4 +1,4 @@
-"""Published figures of the reference system, as marks beside a plan. They were measured on other hardware than yours."""
+"""Published figures of the reference system, as marks beside a plan. They are of other hardware than yours."""
 
 from __future__ import annotations
 
