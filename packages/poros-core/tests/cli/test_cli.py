@@ -51,13 +51,13 @@ def test_help_imports_no_torch_and_is_quick() -> None:
     done = in_a_process("-c", code)
     took = time.perf_counter() - began
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    for verb in ("train", "check", "doctor", "plugins"):
+    for verb in ("train", "plan", "check", "doctor", "plugins"):
         assert verb in done.stdout
     # Importing torch alone takes longer than this; the sum is generous to a busy machine.
     assert took < 5
 
 
-@pytest.mark.parametrize("verb", ["train", "check", "doctor", "plugins"])
+@pytest.mark.parametrize("verb", ["train", "plan", "check", "doctor", "plugins"])
 def test_every_verb_has_help_with_an_example(verb: str, poros: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = poros(verb, "--help")
     assert code == 0
@@ -239,3 +239,115 @@ def test_an_interrupted_run_exits_with_130(
     code, _, err = poros("train", "--model", "m", "--data", "d", "--out", tmp_path / "out")
     assert code == 130
     assert "interrupted" in err
+
+
+def test_plan_of_a_published_shape(poros: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    code, out, err = poros("plan", "qwen2.5-32b", "--vram", "11GB", "--gpu", "h200", "--seq", 512, "--plot", picture)
+    assert code == 0, err
+    for words in ("whole process", "on the GPU for good", "stock resident", "bound by link"):
+        assert words in out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plan_as_json_is_the_contract(poros: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = poros("plan", "qwen2.5-32b", "--vram", "11GB", "--gpu", "h200", "--seq", 512, "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    contract = "vram_budget_gb predicted_vram_gb predicted_host_gb predicted_s_step bound_by components placements"
+    assert set(contract.split()) <= set(plan)
+    assert plan["vram_budget_gb"] == 11
+    assert plan["predicted_vram_gb"] <= 11
+    assert sum(plan["components"].values()) == pytest.approx(plan["predicted_vram_gb"])
+
+
+def test_plan_of_a_directory_and_with_settings_that_stay(
+    checkpoint: Callable[..., Path], poros: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = poros(
+        "plan", checkpoint("gemma4", {}), "--gpu", "rtx-3060", "--set", "slots=3", "--set", "resident=1", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["placements"]["slots"] == 3
+    assert json.loads(out)["placements"]["resident"] == 1
+
+
+def test_a_plan_that_does_not_fit_is_a_no(poros: Callable[..., tuple[int, str, str]]) -> None:
+    arguments = ("plan", "qwen2.5-72b", "--vram", "3GB", "--gpu", "rtx-3060")
+    code, out, err = poros(*arguments)
+    assert code == 1
+    assert "at least" in err
+    assert "what helps" in err
+    code, out, err = poros(*arguments, "--json")
+    assert code == 1
+    answer = json.loads(out)
+    assert answer["fits"] is False
+    assert answer["smallest"]["predicted_vram_gb"] > 3
+    code, _, err = poros("plan", "qwen2.5-72b", "--gpu", "h200", "--host-ram", "16GB")
+    assert code == 1
+    assert "host memory" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "qwen9-1t"), "qwen2.5-32b"),
+        (("plan", "qwen2.5-32b", "--gpu", "abacus"), "rtx-4090"),
+        (("plan", "qwen2.5-32b", "--vram", "much"), "--vram"),
+        (("plan", "qwen2.5-32b", "--plot", "curve.doc"), ".png"),
+        (("plan", "qwen2.5-32b", "--set", "slots=0"), "stream.slots"),
+        (("plan", "."), "config.json"),
+        (("train", "--model", "x", "--data", "y", "--out", "z", "--vram", "much"), "stream.vram"),
+        (("check", "x", "--vram", "much"), "stream.vram"),
+        (("check", "x", "--set", "moon=host"), "stream.moon"),
+    ],
+)
+def test_bad_input_to_a_plan(
+    arguments: tuple[str, ...],
+    words: str,
+    poros: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = poros(*arguments)
+    assert code == 2
+    assert words in err
+    assert "Traceback" not in out + err
+
+
+def test_plan_imports_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['poros', 'plan', 'qwen2.5-7b', '--gpu', 'rtx-3060']\n"
+        "from poros.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'peft', 'bitsandbytes'} & set(sys.modules)))"
+    )
+    done = in_a_process("-c", code)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_train_within_a_budget(
+    checkpoint: Callable[..., Path], poros: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen2", {"vocab_size": 300}), model)
+    make_tokenizer(["some text to learn from"], vocab_size=300).save_pretrained(model)
+    data = tmp_path / "text.jsonl"
+    data.write_text("\n".join(json.dumps({"text": f"some text {n}"}) for n in range(8)))
+    out = tmp_path / "out"
+    arguments = ("train", "--model", model, "--data", data, "--out", out, "--steps", 2, "--set", "lora.rank=2")
+    code, _, err = poros(*arguments, "--vram", "0.1MB")
+    assert code == 2
+    assert "at least" in err
+    assert not (out / "adapter_model.safetensors").exists()
+    code, shown, err = poros(*arguments, "--vram", "0.6MB", "--set", "stream.optimizer=host")
+    assert code == 0, err
+    assert "plan: " in shown + err
+    receipt = read_receipts(out / "receipt.jsonl")[-1]
+    assert receipt.plan is not None
+    assert receipt.plan["measured_components"]["adapters"] == receipt.plan["components"]["adapters"]
+    assert receipt.plan["placements"]["optimizer"] == "host"

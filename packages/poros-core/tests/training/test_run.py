@@ -142,7 +142,19 @@ def stock_adapter(config: Any, out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / ADAPTER)
 
 
-@pytest.mark.parametrize("values", [{}, {"stream.block_size": 2, "training.steps": None, "training.epochs": 2.5}])
+ON_HOST = {f"stream.{name}": "host" for name in ("embedding", "head", "optimizer", "boundaries")}
+"""Everything that can leave the device."""
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"stream.block_size": 2, "training.steps": None, "training.epochs": 2.5},
+        {**ON_HOST, "stream.loss_rows": 16},
+        {**ON_HOST, "training.accumulation": 2},
+    ],
+)
 def test_a_run_equals_the_same_run_with_stock(
     values: dict[str, Any], ready: tuple[Path, Path], tmp_path: Path, plugins: Plugins
 ) -> None:
@@ -165,9 +177,16 @@ class Stop(TrainerCallback):  # type: ignore[misc]
             raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize(("before", "after"), [({}, {}), ({}, ON_HOST), (ON_HOST, {}), (ON_HOST, ON_HOST)])
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    ready: tuple[Path, Path], tmp_path: Path, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+    before: dict[str, Any],
+    after: dict[str, Any],
+    ready: tuple[Path, Path],
+    tmp_path: Path,
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Wherever things lived before, and live now."""
     values = {"training.save_every": 2}
     whole = train(settings(ready, tmp_path / "whole", **values), plugins, Listener())
 
@@ -180,11 +199,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         lambda self, callbacks, **rest: stock_init(self, callbacks=[*callbacks, Stop(5)], **rest),
     )
     with pytest.raises(KeyboardInterrupt):
-        train(settings(ready, tmp_path / "parts", **values), plugins, Listener())
+        train(settings(ready, tmp_path / "parts", **values, **before), plugins, Listener())
     monkeypatch.undo()
     assert not (tmp_path / "parts" / ADAPTER).exists()
     listener = Listener()
-    resumed = train(settings(ready, tmp_path / "parts", resume=True, **values), plugins, listener)
+    resumed = train(settings(ready, tmp_path / "parts", resume=True, **values, **after), plugins, listener)
     assert "going on from checkpoint-4" in listener.notes
     one, other = load_file(whole.out / ADAPTER), load_file(resumed.out / ADAPTER)
     assert one.keys() == other.keys()

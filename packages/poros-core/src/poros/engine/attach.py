@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
 from torch import nn
 
 from poros.checkpoint.frozen import frozen_tensors
@@ -11,7 +12,7 @@ from poros.checkpoint.reader import make_packings
 from poros.checkpoint.skeleton import placeholder
 from poros.config import StreamConfig, StreamOptions, validated
 from poros.engine.adapters import lora_part
-from poros.engine.budget import OWN_OPTIMIZER, planned
+from poros.engine.budget import OWN_OPTIMIZER, enforce, planned
 from poros.engine.engine import ENGINE, Engine, check_trainable, engine_of, start_streaming
 from poros.engine.loss import check_loss
 from poros.engine.parts import DecoderParts, causal_lm, config_of
@@ -84,9 +85,13 @@ def attach(
             place.set(placeholder(tensor.dtype, tuple(tensor.shape), tensor.device))
             if hasattr(place.owner, "support_avx512bf16_for_cpu"):
                 place.owner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # see checkpoint.skeleton
-    start_streaming(
-        base, parts.decoder, Engine(parts, architecture, places, packings, store, config, vocabulary, transfer)
-    )
+    engine = Engine(parts, architecture, places, packings, store, config, vocabulary, transfer)
+    engine.plan = plan
+    start_streaming(base, parts.decoder, engine)
+    if own is not None:
+        if parts.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the model took before counts against the limit
+        enforce(own, parts.device)
     return model
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -79,7 +81,7 @@ def planned(
 def card_of(device: torch.device) -> Card:
     """The card of a device, its link measured; on a CPU one that is like none, for trying things out."""
     if device.type != "cuda":
-        return dataclasses.replace(CARDS["h200"], id="cpu", name="no GPU", context_gb=0.0)
+        return dataclasses.replace(CARDS["h200"], id="cpu", name="no GPU", context_gb=0.0, workspace_gb=0.0)
     properties = torch.cuda.get_device_properties(device)
     name = properties.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
     known = [card for card in CARDS.values() if name.lower().startswith(card.name.lower())]
@@ -180,6 +182,19 @@ def enforce(plan: Plan, device: torch.device) -> None:
     _, total = torch.cuda.mem_get_info(device)
     for_torch = plan.budget_bytes - plan.device["context"]
     torch.cuda.set_per_process_memory_fraction(min(1.0, for_torch / total), device)
+
+
+@contextmanager
+def limited(plan: Plan | None, device: torch.device) -> Iterator[None]:
+    """Set the limit of a plan, if there is one; it stays unless something goes wrong."""
+    if plan is not None:
+        enforce(plan, device)
+    try:
+        yield
+    except BaseException:
+        if plan is not None:
+            lift(device)
+        raise
 
 
 def lift(device: torch.device) -> None:

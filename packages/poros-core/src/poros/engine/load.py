@@ -15,7 +15,7 @@ from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, cut_layers, read_model_config
 from poros.config import StreamConfig, StreamOptions, validated
 from poros.engine.adapters import check_lora, check_targets, lora_part, narrowed, with_adapters
-from poros.engine.budget import OWN_OPTIMIZER, enforce, planned
+from poros.engine.budget import OWN_OPTIMIZER, limited, planned
 from poros.engine.engine import Engine, check_trainable, start_streaming
 from poros.engine.loss import check_loss
 from poros.engine.parts import DecoderParts
@@ -92,20 +92,20 @@ def load(
     model_type = str(read_config(directory)["model_type"])
     architecture = (plugins or load_plugins()).architecture_for(model_type)
     model_config = read_model_config(directory, architecture)
+    own = None
     if plan is None:
         values = read_config(directory)
         own = planned(
             config, architecture, values, lora_part(lora), num_layers=num_layers, device=where, fixed=OWN_OPTIMIZER
         )
         if own is not None:
-            enforce(own, where)
             plan, config = own, own.stream
     full = int(model_config.get_text_config().num_hidden_layers)
     cut_layers(model_config, num_layers)
     if lora is not None:
         check_lora(lora)
         lora = narrowed(lora, architecture, model_config.get_text_config())
-    with Shards.open(directory) as shards:
+    with limited(own, where), Shards.open(directory) as shards:
         prefix = find_prefix(
             shards.names, architecture.checkpoint_prefixes, f"{architecture.embedding}.weight", architecture.layers
         )

@@ -133,4 +133,4 @@ def stock_bytes(job: Job, card: Card) -> int:
 
 
 def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB"
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"

@@ -15,9 +15,6 @@ from poros.dimensions import LayerDimensions, aligned
 from poros.plan.cards import Card
 from poros.plan.job import BF16, FLOAT32, Job
 
-CUBLAS_BYTES = 2 * 33_554_432
-"""cuBLAS's workspaces: one for the stream that computes and one for that which records."""
-
 SLACK = 0.09
 """Reserved over allocated memory, less one: 1.075 to 1.098 in validation/cells_h200.jsonl."""
 
@@ -44,7 +41,7 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
     embedding_stays = not on_host or (dimensions.tied and not travels)
     parts = {
         "context": round(card.context_gb * 1e9),
-        "workspaces": CUBLAS_BYTES,
+        "workspaces": round(card.workspace_gb * 1e9),
         "slots": slots,
         "restored weights": restored,
         "resident blocks": sum(aligned(job.block_bytes[block]) for block in resident),

@@ -23,7 +23,7 @@ from poros.checkpoint.skeleton import read_model_config
 from poros.config import RunConfig
 from poros.engine.adapters import check_lora, lora_config
 from poros.engine.attention import attention_path
-from poros.engine.budget import enforce, planned, process_bytes
+from poros.engine.budget import limited, planned, process_bytes
 from poros.engine.engine import engine_of
 from poros.engine.load import default_device, load
 from poros.engine.measured import plan_record
@@ -108,9 +108,7 @@ def train(config: RunConfig, plugins: Plugins, listener: Listener) -> TrainResul
     resume_from = _resume_from(config, out, identity, listener)
     device = default_device()
     plan = _planned(config, architecture, directory, [rows, *([held_out] if held_out else [])], device, listener)
-    with attention_path(config.training.attention):
-        if plan is not None:
-            enforce(plan, device)
+    with attention_path(config.training.attention), limited(plan, device):
         model = load(
             directory,
             lora=lora,

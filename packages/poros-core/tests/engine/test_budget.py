@@ -1,0 +1,163 @@
+"""From `vram` to placements: planned, kept to, and said no to before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.architecture import Architecture
+from poros.checkpoint.shards import Shards
+from poros.config import LoraPart, StreamConfig, parse_size
+from poros.engine import budget, load
+from poros.engine.adapters import lora_config, lora_part
+from poros.engine.attach import attach
+from poros.engine.budget import budget_bytes, card_of, host_bytes_free, planned, process_bytes
+from poros.engine.engine import engine_of
+from poros.engine.measured import plan_record
+from poros.errors import BudgetError, ConfigError, UnsupportedError
+from poros.parity.stock import Work, load_stock
+from poros.plan.fit import dimensions_of
+from poros.plugins import Plugins
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("12GB", 12 * 10**9),
+        ("11.5 GiB", round(11.5 * 2**30)),
+        ("800mb", 800 * 10**6),
+        ("16", 16 * 10**9),
+        (8, 8 * 10**9),
+        ("512MiB", 512 * 2**20),
+    ],
+)
+def test_sizes(text: Any, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+    assert StreamConfig(vram=text).vram == str(text)
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-3GB", "0", "3 bananas", "1e3GB", "12GB please"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+def test_no_budget_means_no_plan(families: dict[str, Architecture]) -> None:
+    assert planned(StreamConfig(), families["qwen2"], {}, LoraPart(), device=CPU) is None
+
+
+def test_a_plan_is_followed(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    model = poros.load(
+        checkpoint("qwen2", {}),
+        lora=lora_config(LoraPart(rank=4)),
+        device="cpu",
+        plugins=plugins,
+        vram="0.85MB",
+        tokens=64,
+    )
+    engine = engine_of(model)
+    assert engine.plan is not None
+    assert engine.config == engine.plan.stream
+    assert engine.plan.device_bytes <= 850_000
+    assert engine.config.vram == "0.85MB"
+    assert engine.config.optimizer == "device"  # it is the caller's own
+    record = plan_record(model)
+    assert record is not None
+    assert record["vram_budget_gb"] == 0.00085
+    assert record["measured_components"]["adapters"] == record["components"]["adapters"]
+    roomy = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, vram="1GB", tokens=64)
+    assert engine_of(roomy).config.resident in ("all", 5)
+
+
+def test_attach_plans_too(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    stock = load_stock(checkpoint("gemma3", {}), lora_config(LoraPart(rank=4)), 0, CPU)
+    model: Any = attach(stock, plugins=plugins, vram="1GB", tokens=64, slots=1)
+    assert engine_of(model).plan is not None
+    assert engine_of(model).config.slots == 1
+
+
+def test_too_small_a_budget_is_refused_before_a_weight_is_read(
+    checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shards, "read", lambda *args: pytest.fail("a weight was read"))
+    monkeypatch.setattr(load, "build_skeleton", lambda *args: pytest.fail("a model was built"))
+    with pytest.raises(BudgetError, match="at least"):
+        poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, vram="0.1MB", tokens=64)
+
+
+def test_a_budget_needs_tokens(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    with pytest.raises(ConfigError, match="tokens"):
+        poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, vram="1GB")
+    with pytest.raises(ConfigError, match="is not a size"):
+        poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, vram="lots", tokens=64)
+
+
+def test_auto_needs_a_gpu() -> None:
+    with pytest.raises(BudgetError, match="no GPU"):
+        budget_bytes("auto", CPU)
+    assert budget_bytes("3GB", CPU) == 3 * 10**9
+
+
+def test_what_can_not_be_planned_is_said(families: dict[str, Architecture]) -> None:
+    import dataclasses
+
+    with pytest.raises(UnsupportedError, match="hidden_size"):
+        dimensions_of(families["qwen2"], {"model_type": "qwen2"})
+    with pytest.raises(UnsupportedError, match="can't be planned"):
+        dimensions_of(dataclasses.replace(families["qwen2"], dimensions=None), {})
+
+
+def test_a_cpu_has_no_context_and_no_process_bytes() -> None:
+    assert card_of(CPU).context_gb == 0.0
+    assert process_bytes(CPU) is None
+    assert 10**8 < host_bytes_free() < 10**13
+
+
+def test_adapters_as_a_plan_sees_them() -> None:
+    assert lora_part(None) == LoraPart()
+    assert lora_part(lora_config(LoraPart(rank=8))).targets == "all-linear"
+    assert lora_part(lora_config(LoraPart(rank=8, targets=("q_proj",)))).targets == ("q_proj",)
+    assert lora_part(lora_config(LoraPart(rank=8))).rank == 8
+
+
+def test_the_limit_is_set_and_lifted(
+    checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU torch is told how much it may take beside the context."""
+    told: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 10**9, 10 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: told.append(part))
+    model = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, vram="2GB", tokens=64)
+    plan = engine_of(model).plan
+    assert plan is not None
+    gpu = torch.device("cuda", 0)
+    budget.enforce(plan, gpu)
+    budget.lift(gpu)
+    assert told == [0.2, 1.0]
+    budget.enforce(plan, CPU)
+    assert len(told) == 2
+
+
+def test_the_gate_runs_a_plan(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    from poros.parity.gate import check, receipt_of
+
+    result = check(
+        str(checkpoint("qwen2", {"tie_word_embeddings": False})),
+        lora_config(LoraPart(rank=4, dropout=0.1)),
+        Work(steps=2, length=24, accumulation=1),
+        stream=StreamConfig(vram="0.85MB"),
+        device=CPU,
+        plugins=plugins,
+    )
+    assert result.verdict == "identical"
+    receipt = receipt_of(result, LoraPart(rank=4, dropout=0.1))
+    assert receipt.plan is not None
+    assert receipt.plan["placements"] == receipt.config["stream"]
+    assert receipt.config["stream"]["vram"] == "0.85MB"
