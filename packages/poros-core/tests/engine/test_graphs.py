@@ -25,6 +25,7 @@ from poros.engine.attention import attention_path
 from poros.engine.engine import engine_of
 from poros.engine.executor import rng_state
 from poros.engine.graphs import GraphExecutor
+from poros.engine.optimizer import adamw_for
 from poros.engine.parts import DecoderParts
 from poros.engine.replay import Pool, Results
 from poros.engine.unused import unused_values
@@ -67,7 +68,8 @@ def use_host_graphs(model: Any, architecture: Architecture, **options: Any) -> H
     engine = engine_of(model)
     kinds = architecture.layer_kinds(model.config.get_text_config())
     old = engine.executor
-    executor = HostGraphs(engine.streamer, old._blocks, kinds, **{"keeping": old.keeping, **options})
+    places = {"keeping": old.keeping, "boundaries": engine.boundaries, "arena": engine.arena}
+    executor = HostGraphs(engine.streamer, old._blocks, kinds, **{**places, **options})
     engine.executor = executor
     return executor
 
@@ -259,6 +261,54 @@ def test_blocks_are_taken_out_of_their_slots(
     recorded = next(iter(executor._shapes.values())).recorded
     assert recorded
     assert all(slot is None for _, _, slot in recorded)
+    assert poison.poisoned > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize(("slots", "resident", "accumulation"), [(1, 0, 1), (2, 0, 3), (2, 1, 1), (3, 4, 2)])
+def test_the_head_takes_the_place_of_what_was_taken_out(
+    family: str,
+    slots: int,
+    resident: int,
+    accumulation: int,
+    fusing: None,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+) -> None:
+    """Slots, restored weights and head share one piece of memory; an evaluation comes in between."""
+    architecture = families[family]
+    work = Work(steps=3, length=16, accumulation=accumulation, learning_rate=1e-2)
+    poison = Adversary(seed=slots)
+    stock, streamed, executor = models(
+        checkpoint(family, {"vocab_size": 4096}),
+        plugins,
+        architecture,
+        slots=slots,
+        resident=resident,
+        transfer=poison,
+        embedding="host",
+        head="host",
+        optimizer="host",
+        boundaries="host",
+        loss_rows=16,
+    )
+    engine = engine_of(streamed)
+    assert engine.arena is not None
+    options = {"accumulate": engine.accumulate, "make_optimizer": adamw_for(engine.config)}
+    traces = []
+    for model, more in ((stock, {}), (streamed, options)):
+        with attention_path("fused"):
+            traces.append(train(model, DecoderParts.of(model, architecture).layers, work, CPU, **more))
+    result = compare(*traces, engine.blocks)
+    assert result.identical, str(result.difference)
+    begin, end = engine.arena.buffer.data_ptr(), engine.arena.buffer.data_ptr() + engine.arena.buffer.numel()
+    inside = [begin <= buffer.data_ptr() < end for buffer in executor.buffers._buffers.values()]
+    assert inside and all(inside)
+    ids = torch.randint(3, 100, (1, 9))
+    for _ in range(2):
+        assert torch.equal(evaluated(stock, ids), evaluated(streamed, ids))
+        assert same(step(stock, ids), step(streamed, ids))
     assert poison.poisoned > 0
 
 
