@@ -44,6 +44,7 @@ from poros.training.output import (
     write_run_config,
 )
 from poros.training.progress import StepRecord
+from poros.training.rehearsal import rehearse
 from poros.training.resume import find_resumable, is_finished, run_identity
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -123,6 +124,11 @@ def train(config: RunConfig, plugins: Plugins, listener: Listener) -> TrainResul
         if config.overwrite and resume_from is None:
             clear_folder(out)  # only now is it sure that something will take its place
         try:
+            if plan is not None and device.type == "cuda":
+                batch = config.training.batch_size
+                tokens = _longest(config, [rows])
+                listener.note(f"rehearsing a step with rows of {tokens} tokens")
+                rehearse(model, batch, tokens, config.training.accumulation, text_marks(causal_lm(model)))
             return _run(config, model, tokenizer, rows, held_out, identity, resume_from, out, device, plugins, listener)
         finally:
             engine_of(model).close()
@@ -137,8 +143,7 @@ def _planned(
     listener: Listener,
 ) -> Plan | None:
     """The plan for the budget of a run, at its longest row; None without a budget."""
-    multiple = config.data.pad_to_multiple_of
-    longest = max(-(-len(row.input_ids) // multiple) * multiple for lot in lots for row in lot.rows)
+    longest = _longest(config, lots)
     plan = planned(
         config.stream,
         architecture,
@@ -153,6 +158,12 @@ def _planned(
         for line in plan.summary():
             listener.note(line)
     return plan
+
+
+def _longest(config: RunConfig, lots: Sequence[Prepared]) -> int:
+    """Tokens of the longest row, padding included."""
+    multiple = config.data.pad_to_multiple_of
+    return max(-(-len(row.input_ids) // multiple) * multiple for lot in lots for row in lot.rows)
 
 
 def read_tokenizer(directory: Path) -> Any:

@@ -1,0 +1,61 @@
+"""A rehearsal: one step's passes at the longest row, before a planned run begins.
+
+It finds out in seconds whether the plan holds, instead of hours later when the longest row comes up, and it records the
+graphs of the largest shape. Nothing of it stays: no gradient, no random number drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from poros.engine.engine import engine_of
+from poros.engine.executor import rng_state, set_rng_state
+from poros.errors import BudgetError
+
+
+def rehearse(model: Any, rows: int, tokens: int, micro_batches: int, marks: Sequence[str] = ()) -> None:
+    """Run the forward and backward passes of one optimizer step.
+
+    Args:
+        model: A streamed peft model.
+        rows: Of a micro-batch.
+        tokens: Of the longest row, padding included.
+        micro_batches: Per optimizer step.
+        marks: Further inputs that the class must be given; zeros.
+
+    Raises:
+        BudgetError: it takes more memory than it may.
+    """
+    engine = engine_of(model)
+    device = engine.device
+    ids = torch.zeros(rows, tokens, dtype=torch.int64, device=device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, **dict.fromkeys(marks, ids)}
+
+    def micro_step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+
+    states = {where: rng_state(where) for where in {torch.device("cpu"), device}}
+    was_training = model.training
+    model.train()
+    try:
+        engine.accumulate([partial(micro_step) for _ in range(micro_batches)])
+    except torch.OutOfMemoryError as error:
+        plan = engine.plan
+        planned = "" if plan is None else f"; {plan.device_bytes / 1e9:.1f} GB were planned"
+        raise BudgetError(
+            f"a step with {micro_batches} x {rows} rows of {tokens} tokens takes more GPU memory than it may{planned}",
+            "give a larger vram, or lower data.max_length or training.batch_size; please report a plan that is wrong",
+        ) from error
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.train(was_training)
+        for where, state in states.items():
+            set_rng_state(state, where)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,50 @@
+"""A rehearsal finds out whether a step fits, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import poros
+from poros.config import LoraPart
+from poros.engine.adapters import lora_config
+from poros.engine.engine import engine_of
+from poros.errors import BudgetError
+from poros.plugins import Plugins
+from poros.training.rehearsal import rehearse
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_nothing_is_left(micro_batches: int, checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    model = poros.load(
+        checkpoint("gemma3", {}), lora=lora_config(LoraPart(rank=4, dropout=0.1)), seed=0, device="cpu", plugins=plugins
+    )
+    model.eval()
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    state = torch.get_rng_state()
+    rehearse(model, rows=2, tokens=24, micro_batches=micro_batches)
+    assert engine_of(model).streamer.counts.visits >= 10
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.training
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        assert name not in before or torch.equal(parameter, before[name])
+
+
+def test_too_little_memory_is_said(
+    checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = poros.load(
+        checkpoint("qwen2", {}), lora=lora_config(LoraPart(rank=4)), device="cpu", plugins=plugins, vram="1GB", tokens=8
+    )
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr(type(engine_of(model)), "accumulate", full)
+    with pytest.raises(BudgetError, match=r"2 rows of 24 tokens .* were planned"):
+        rehearse(model, rows=2, tokens=24, micro_batches=1)
+    assert all(parameter.grad is None for parameter in model.parameters())
