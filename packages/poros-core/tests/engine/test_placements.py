@@ -80,14 +80,17 @@ def pairs(case: dict[str, Any], names: list[str]) -> set[tuple[str, Any, str, An
 
 CASES = pairwise(CHOICES)
 
+OTHERS = ("tier", "executor", "restore_once", "vram", "tokens")
+"""Settings that say nothing of places on a CPU; `restore_once` is of the graph executor."""
+
 
 def test_every_pair_of_values_occurs() -> None:
     names = list(CHOICES)
     found = set().union(*(pairs(case, names) for case in CASES))
     for one, other in itertools.combinations(names, 2):
         assert {(one, a, other, b) for a in CHOICES[one] for b in CHOICES[other]} <= found
-    placements = {name for name in StreamConfig.model_fields if name not in ("tier", "executor", "restore_once")}
-    assert placements <= set(CHOICES)  # `restore_once` is of the graph executor
+    placements = {name for name in StreamConfig.model_fields if name not in OTHERS}
+    assert placements <= set(CHOICES)
 
 
 def run(model: Any, architecture: Architecture, work: Work, streams: bool = False) -> Trace:

@@ -65,7 +65,7 @@ def attach(
         raise StreamError("this model streams already")
     check_trainable(model, architecture)
     own = None
-    if plan is None:
+    if plan is None and config.vram is not None:
         adapters = getattr(model, "peft_config", None) or {}
         lora = lora_part(next(iter(adapters.values()), None))
         own = planned(config, architecture, base.config.to_dict(), lora, device=parts.device, fixed=OWN_OPTIMIZER)

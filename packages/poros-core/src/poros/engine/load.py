@@ -93,7 +93,7 @@ def load(
     architecture = (plugins or load_plugins()).architecture_for(model_type)
     model_config = read_model_config(directory, architecture)
     own = None
-    if plan is None:
+    if plan is None and config.vram is not None:
         values = read_config(directory)
         own = planned(
             config, architecture, values, lora_part(lora), num_layers=num_layers, device=where, fixed=OWN_OPTIMIZER
