@@ -14,14 +14,18 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from peft import get_peft_model
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import poros
 from poros.config import LoraPart, StreamConfig
 from poros.engine.adapters import lora_config
 from poros.engine.attach import attach
 from poros.engine.attention import attention_path
+from poros.engine.boundaries import HostBoundaries
 from poros.engine.engine import engine_of
 from poros.engine.graphs import GraphExecutor
+from poros.engine.loss import PiecewiseLoss
+from poros.engine.optimizer import HostAdamW, adamw_for
 from poros.engine.parts import DecoderParts
 from poros.parity.fit import cut_to_fit
 from poros.parity.gate import check
@@ -49,10 +53,13 @@ def plugins() -> Plugins:
     return load_plugins()
 
 
-def model(plugins: Plugins, device: torch.device, dropout: float = 0.1, shape: str = "qwen2.5-0.5b") -> Any:
+def model(
+    plugins: Plugins, device: torch.device, dropout: float = 0.1, shape: str = "qwen2.5-0.5b", tied: bool = True
+) -> Any:
     found = find_published(shape, plugins)
     assert found is not None
-    base = random_resident(found[0], found[1].config, device, LAYERS)
+    config = {**found[1].config, "tie_word_embeddings": tied}
+    base = random_resident(found[0], config, device, LAYERS)
     torch.manual_seed(0)
     made = get_peft_model(base, lora_config(LoraPart(dropout=dropout)))
     make_adapters_count(made, 0)
@@ -60,15 +67,16 @@ def model(plugins: Plugins, device: torch.device, dropout: float = 0.1, shape: s
 
 
 def compared(
-    plugins: Plugins, device: torch.device, work: Work, block_major: bool = True, **options: Any
+    plugins: Plugins, device: torch.device, work: Work, block_major: bool = True, tied: bool = True, **options: Any
 ) -> Comparison:
-    stock, streamed = (model(plugins, device) for _ in range(2))
+    stock, streamed = (model(plugins, device, tied=tied) for _ in range(2))
     architecture = plugins.architecture_for("qwen2")
     attach(streamed, plugins=plugins, **options)
     engine = engine_of(streamed)
     with attention_path("fused"):
         one = train(stock, DecoderParts.of(stock, architecture).layers, work, device)
-        more = {"accumulate": engine.accumulate} if block_major else {}
+        more: dict[str, Any] = {"make_optimizer": adamw_for(engine.config)}
+        more |= {"accumulate": engine.accumulate} if block_major else {}
         other = train(streamed, DecoderParts.of(streamed, architecture).layers, work, device, **more)
     result = compare(one, other, engine.blocks)
     poros.close(streamed)
@@ -112,6 +120,137 @@ def test_late_copies_into_poisoned_slots(
     result = compared(plugins, gpu, work, slots=slots, executor=executor, transfer=poison)
     assert result.identical, str(result.difference)
     assert poison.poisoned > 3 * LAYERS
+
+
+ON_HOST: dict[str, Any] = {
+    "embedding": "host",
+    "head": "host",
+    "optimizer": "host",
+    "boundaries": "host",
+    "loss_rows": 32,
+}
+
+
+@pytest.mark.parametrize("executor", ["graphs", "eager"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("slots", "accumulation", "resident", "recompute"),
+    [(1, 1, 0, True), (2, 3, 0, True), (2, 1, 2, False), (3, 2, 3, True)],
+)
+def test_everything_on_the_host_with_late_copies(
+    executor: str,
+    tied: bool,
+    slots: int,
+    accumulation: int,
+    resident: int,
+    recompute: bool,
+    gpu: torch.device,
+    plugins: Plugins,
+) -> None:
+    """Head, slots and restored weights in the same memory, boundaries and moments on their way."""
+    work = Work(steps=4, batch_size=2, length=96, accumulation=accumulation)
+    options = {**ON_HOST, "slots": slots, "resident": resident, "recompute": recompute, "executor": executor}
+    poison = Poison(gpu, slots + resident + 1)
+    result = compared(plugins, gpu, work, tied=tied, transfer=poison, **options)
+    assert result.identical, str(result.difference)
+    assert poison.poisoned > 3 * (LAYERS - resident)
+    result = compared(plugins, gpu, work, tied=tied, **options)
+    assert result.identical, str(result.difference)
+
+
+@pytest.mark.parametrize("name", [*ON_HOST, "restore_once"])
+def test_each_placement_alone(name: str, gpu: torch.device, plugins: Plugins) -> None:
+    options = {name: ON_HOST.get(name, False)}
+    for accumulation in (1, 3):
+        work = Work(steps=4, batch_size=2, length=96, accumulation=accumulation)
+        result = compared(plugins, gpu, work, tied=False, **options)
+        assert result.identical, str(result.difference)
+
+
+def test_boundaries_under_a_slow_computation(gpu: torch.device) -> None:
+    """Put and taken while the computation lags far behind the host: nothing is overtaken."""
+    boundaries = HostBoundaries(gpu)
+    for _ in range(3):
+        kept = []
+        for number in range(24):
+            torch.cuda._sleep(3_000_000)
+            kept.append(boundaries.put(torch.full((1, 512, 1024), float(number), device=gpu, dtype=torch.bfloat16)))
+        taken = []
+        while kept:
+            boundary = kept.pop()
+            hidden = boundary.take()
+            if kept:
+                kept[-1].start()
+            torch.cuda._sleep(3_000_000)
+            taken.append(hidden.sum())
+        wanted = [float(number) * 512 * 1024 for number in reversed(range(24))]
+        assert [float(value) for value in taken] == wanted
+    boundaries.close()
+
+
+@pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": False}])
+@pytest.mark.parametrize("piece_bytes", [100_000, 16_000_000])
+def test_moments_on_the_host(how: dict[str, bool], piece_bytes: int, gpu: torch.device) -> None:
+    results = []
+    for make, more in ((torch.optim.AdamW, {}), (HostAdamW, {"piece_bytes": piece_bytes})):
+        generator = torch.Generator(gpu).manual_seed(0)
+        sizes = [(64, 64), (3, 1000), (1,), (5000, 300), (7, 9)]
+        parameters = [torch.nn.Parameter(torch.randn(size, device=gpu, generator=generator)) for size in sizes]
+        optimizer = make(parameters, lr=1e-2, **how, **more)  # type: ignore[arg-type]
+        for _ in range(6):
+            torch.cuda._sleep(5_000_000)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, device=gpu, generator=generator)
+            optimizer.step()
+        torch.cuda.synchronize()
+        results.append((parameters, [optimizer.state[parameter] for parameter in parameters]))
+    for one, other in zip(*(result[0] for result in results), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(*(result[1] for result in results), strict=True):
+        assert all(torch.equal(one[key].cpu(), other[key].cpu()) for key in ("exp_avg", "exp_avg_sq", "step"))
+    assert other["exp_avg"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("vocabulary", [151936, 262144, 1001])
+@pytest.mark.parametrize("num_items", [None, 300])
+def test_the_loss_in_pieces(vocabulary: int, num_items: int | None, gpu: torch.device) -> None:
+    generator = torch.Generator(gpu).manual_seed(0)
+    logits = (4 * torch.randn(2, 190, vocabulary, device=gpu, generator=generator)).bfloat16()
+    labels = torch.randint(0, vocabulary, (2, 190), device=gpu, generator=generator)
+    labels[1, 150:] = -100
+    found = []
+    with attention_path("fused"):
+        for loss_function in (ForCausalLMLoss, PiecewiseLoss(16), PiecewiseLoss(128), PiecewiseLoss(10_000)):
+            leaf = logits.clone().requires_grad_()
+            loss = loss_function(logits=leaf, labels=labels, vocab_size=vocabulary, num_items_in_batch=num_items)
+            (loss * 0.5).backward()
+            found.append((loss.detach(), leaf.grad))
+    for other in found[1:]:
+        assert torch.equal(found[0][0], other[0])
+        assert torch.equal(found[0][1], other[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("vram", ["least", "3GB"])
+def test_a_budget_is_kept(vram: str, gpu: torch.device, plugins: Plugins) -> None:
+    """Identical within the smallest budget, enforced; and the process takes no more than that."""
+    from poros.engine.budget import card_of, process_bytes
+    from poros.plan.fit import dimensions_of, make_job
+    from poros.plan.search import smallest_plan
+
+    family, shape = find_published("qwen2.5-0.5b", plugins) or pytest.fail("no such shape")
+    work = Work(steps=3, batch_size=1, length=512, accumulation=1)
+    if vram == "least":
+        dimensions = dimensions_of(family, shape.config)
+        job = make_job(dimensions, LoraPart(), 512, 1, StreamConfig(), graphs=True)
+        vram = f"{smallest_plan(job, card_of(gpu)).device_bytes / 1e6 + 1:.0f}MB"
+    result = check("qwen2.5-0.5b", lora_config(LoraPart(dropout=0.1)), work, stream=StreamConfig(vram=vram))
+    assert result.verdict == "identical", str(result.streamed.difference)
+    assert result.executor == "graphs"
+    assert result.plan is not None
+    assert result.reserved_bytes is not None
+    print(vram, result.plan["predicted_vram_gb"], result.reserved_bytes / 1e9, result.process_bytes)
+    assert result.reserved_bytes / 1e9 <= result.plan["vram_budget_gb"]
+    assert process_bytes(gpu) is None or result.process_bytes is not None
 
 
 @pytest.mark.parametrize("executor", ["graphs", "eager"])

@@ -1,9 +1,11 @@
 """Times stock resident QLoRA and Poros at a published shape with random weights, in one process, one receipt a cell.
 
     python validation/measure.py qwen2.5-32b --cells resident resident@8 poros poros@8 poros:resident=all,recompute=false
+    python validation/measure.py qwen2.5-32b --cells resident poros:vram=least poros:vram=11GB poros:vram=24GB
 
 A cell is `resident` (stock) or `poros`, with settings of the stream behind a colon and the micro-batches per optimizer
-step behind an `@`. It stands in until poros-bench has its matrix. All cells train the same bytes: the model is built from
+step behind an `@`. `vram=least` is the smallest budget that works. Each poros cell's receipt holds what was predicted beside
+what was measured. It stands in until poros-bench has its matrix. All cells train the same bytes: the model is built from
 the same seed. Seconds are medians over synchronised steps after the warm-up; `gpu_s_per_step` is the sum of
 kernel times of one step from the profiler, copies from the host left out.
 """
@@ -11,6 +13,7 @@ kernel times of one step from the profiler, copies from the host left out.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import statistics
@@ -26,18 +29,26 @@ from peft import get_peft_model
 from torch.profiler import ProfilerActivity, profile
 
 import poros
-from poros.config import LoraPart, hash_of
+from poros.config import LoraPart, StreamConfig, hash_of
 from poros.engine.adapters import lora_config
 from poros.engine.attach import attach
-from poros.engine.engine import engine_of
 from poros.engine.attention import attention_path
+from poros.engine.budget import card_of, enforce, planned, process_bytes
+from poros.engine.engine import engine_of
 from poros.engine.load import default_device
+from poros.engine.measured import allocated_components
+from poros.engine.optimizer import adamw_for
 from poros.parity.resident import random_resident
 from poros.parity.source import find_published
 from poros.parity.stock import adapters_of, make_adapters_count, one_by_one
+from poros.plan.fit import dimensions_of, make_job
+from poros.plan.job import Job
+from poros.plan.search import describe, smallest_plan
 from poros.plugins import load_plugins
 from poros.provenance import host_peak_bytes, provenance
 from poros.receipt import DTYPE_POLICY, Receipt
+from poros.stream.schedule import Phase
+
 
 class Steps:
     """Optimizer steps on random tokens, the same ones for every cell.
@@ -53,7 +64,8 @@ class Steps:
         self.model, self.accumulation, self.tokens, self.accumulate = model, accumulation, tokens, accumulate
         self.device = default_device()
         self.adapters = list(adapters_of(model).values())
-        self.optimizer = torch.optim.AdamW(self.adapters, lr=1e-4, fused=self.device.type == "cuda")
+        config = engine_of(model).config if accumulate is not one_by_one else StreamConfig()
+        self.optimizer = adamw_for(config)(self.adapters, lr=1e-4, fused=self.device.type == "cuda")
         self.generator = torch.Generator().manual_seed(3)
         self.vocab_size = model.config.get_text_config().vocab_size
         model.train()
@@ -105,6 +117,8 @@ def measure(steps: Steps, count: int, warm_up: int, engine: Any, trace_to: Path 
     if on_gpu:
         measured["vram_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
         measured["vram_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        whole = process_bytes(steps.device)
+        measured["vram_device_gb"] = None if whole is None else whole / 1e9
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             steps()
         kernels = [event for event in trace.key_averages() if "Memcpy HtoD" not in event.key]
@@ -115,6 +129,49 @@ def measure(steps: Steps, count: int, warm_up: int, engine: Any, trace_to: Path 
         if trace_to is not None:
             write_spans(trace, trace_to)
     return measured
+
+
+def memory_by_phase(steps: Steps, engine: Any) -> dict[str, Any]:
+    """Peaks of one step in GB, as torch counts them: in the forward pass, at the loss, in the backward pass, in the update;
+    and what lies in the memory of recorded graphs."""
+    peaks: dict[str, float] = {}
+    marks = {"seen": "forward"}
+
+    def cut(phase: str) -> None:
+        if marks["seen"] != phase:
+            torch.cuda.synchronize()
+            peaks[marks["seen"]] = torch.cuda.max_memory_allocated() / 1e9
+            torch.cuda.reset_peak_memory_stats()
+            marks["seen"] = phase
+
+    visiting, epilogue, update = engine.executor.visiting, engine.epilogue, steps.optimizer.step
+
+    def visiting_seen(block: int, phase: Phase) -> Any:
+        cut("forward" if phase is Phase.FORWARD else "backward")
+        return visiting(block, phase)
+
+    def epilogue_seen(*args: Any) -> Any:
+        cut("loss")
+        return epilogue(*args)
+
+    def update_seen(*args: Any, **kwargs: Any) -> Any:
+        cut("update")
+        return update(*args, **kwargs)
+
+    peaks["before"] = torch.cuda.memory_allocated() / 1e9
+    torch.cuda.reset_peak_memory_stats()
+    engine.executor.visiting, engine.epilogue, steps.optimizer.step = visiting_seen, epilogue_seen, update_seen
+    try:
+        steps()
+        cut("after")
+    finally:
+        engine.executor.visiting, engine.epilogue, steps.optimizer.step = visiting, epilogue, update
+    pools: dict[str, float] = {}
+    for segment in torch.cuda.memory_snapshot():
+        kind = "graphs" if tuple(segment["segment_pool_id"]) != (0, 0) else "rest"
+        pools[f"{kind} reserved"] = pools.get(f"{kind} reserved", 0.0) + segment["total_size"] / 1e9
+        pools[f"{kind} allocated"] = pools.get(f"{kind} allocated", 0.0) + segment["allocated_size"] / 1e9
+    return {"measured_peaks": peaks, "measured_pools": pools}
 
 
 def write_spans(trace: Any, path: Path) -> None:
@@ -157,7 +214,12 @@ def main() -> None:
     architecture, shape = found
     part = LoraPart()
 
-    def build(stream: dict[str, Any] | None) -> Any:
+    def job_of(stream: StreamConfig, accumulation: int) -> Job:
+        dimensions = dimensions_of(architecture, shape.config)
+        dimensions = dataclasses.replace(dimensions, layers=dimensions.layers[: arguments.layers])
+        return make_job(dimensions, part, arguments.tokens, accumulation, stream, default_device().type == "cuda")
+
+    def build(stream: dict[str, Any] | None, accumulation: int) -> Any:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -167,11 +229,30 @@ def main() -> None:
         make_adapters_count(model, 0)
         if stream is not None:
             began = time.perf_counter()
-            attach(model, plugins=plugins, **stream)
+            if stream.get("vram") == "least":
+                settings = StreamConfig(**{name: value for name, value in stream.items() if name != "vram"})
+                plan = smallest_plan(job_of(settings, accumulation), card_of(default_device()), settings)
+                plan = dataclasses.replace(plan, budget_bytes=plan.device_bytes)
+            else:
+                plan = planned(
+                    StreamConfig(**stream),
+                    architecture,
+                    shape.config,
+                    part,
+                    tokens=arguments.tokens,
+                    micro_batches=accumulation,
+                    num_layers=arguments.layers,
+                    device=default_device(),
+                )
+            attach(model, plugins=plugins, plan=plan, **({} if plan else stream))
+            if plan is not None:
+                print("  " + "\n  ".join(plan.summary()))
             print(f"  attached in {time.perf_counter() - began:.1f} s ({engine_of(model).store.tier})")
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        if stream is not None and plan is not None:
+            enforce(plan, default_device())
         return model
 
     model, setting = None, ""
@@ -185,7 +266,7 @@ def main() -> None:
                 if model is not None and setting.startswith("poros"):
                     poros.close(model)
                 model, setting = None, name
-                model = build(stream)
+                model = build(stream, accumulation)
                 initial = [parameter.detach().clone() for parameter in adapters_of(model).values()]
             with torch.no_grad():
                 for parameter, value in zip(adapters_of(model).values(), initial, strict=True):
@@ -195,6 +276,16 @@ def main() -> None:
             steps = Steps(model, accumulation, arguments.tokens, engine.accumulate if engine else one_by_one)
             measured = measure(steps, arguments.steps, arguments.warm_up, engine, arguments.trace if engine else None)
             arguments.trace = None if engine else arguments.trace
+            if engine is not None:
+                prediction = describe(job_of(engine.config, accumulation), engine.config, card_of(steps.device))
+                found_there = allocated_components(model, steps.optimizer)
+                measured["plan"] = {
+                    **(engine.plan or prediction).to_json(),
+                    "measured_components": {one: size / 1e9 for one, size in found_there.items() if size},
+                    **(memory_by_phase(steps, engine) if steps.device.type == "cuda" else {}),
+                }
+                print(f"  predicted {prediction.device_bytes / 1e9:.2f} GB, {prediction.seconds.step:.4f} s")
+                print(f"  {json.dumps({key: value for key, value in measured['plan'].items() if 'component' in key or 'measured' in key})}")
             config = {
                 "model": f"{shape.id} (random weights)",
                 "layers": arguments.layers,
@@ -225,8 +316,8 @@ def main() -> None:
             receipt.append(arguments.out)
             shown = {
                 key: round(value, 4)
-                for key in ("s_step_median", "gpu_s_per_step", "vram_reserved_gb", "copied_gb_per_step", "link_gb_s")
-                + ("link_share", "stall_s_per_step")
+                for key in ("s_step_median", "gpu_s_per_step", "vram_allocated_gb", "vram_reserved_gb", "vram_device_gb")
+                + ("copied_gb_per_step", "link_gb_s", "link_share", "stall_s_per_step")
                 if (value := measured.get(key)) is not None
             }
             if engine is not None and hasattr(engine.executor, "record_seconds"):

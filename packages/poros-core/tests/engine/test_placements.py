@@ -351,14 +351,14 @@ def steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], coun
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 200, 10_000_000])
-@pytest.mark.parametrize("foreach", [None, False, True])
-def test_the_update_is_torchs(piece_bytes: int, foreach: bool | None) -> None:
+@pytest.mark.parametrize("how", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_the_update_is_torchs(piece_bytes: int, how: dict[str, bool]) -> None:
     results = []
     for make in (torch.optim.AdamW, HostAdamW):
         parameters = make_parameters(0)
         groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 3e-2, "weight_decay": 0.0}]
         options: dict[str, Any] = {"piece_bytes": piece_bytes} if make is HostAdamW else {}
-        optimizer = make(groups, lr=1e-2, betas=(0.8, 0.95), foreach=foreach, **options)
+        optimizer = make(groups, lr=1e-2, betas=(0.8, 0.95), **how, **options)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         steps(optimizer, parameters, 3, 1)
         schedule.step()

@@ -32,7 +32,7 @@ class HostAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with its moments in host memory; the numbers are the same.
 
     Args:
-        params, lr, betas, eps, weight_decay, foreach: As torch's.
+        params, lr, betas, eps, weight_decay, foreach, fused: As torch's.
         tier: Kind of host memory.
         piece_bytes: Bytes of parameters that are updated at a time; twice as much is taken on the device, two times.
     """
@@ -46,10 +46,11 @@ class HostAdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         *,
         foreach: bool | None = None,
+        fused: bool | None = None,
         tier: Tier = "auto",
         piece_bytes: int = 16_000_000,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=foreach)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=foreach, fused=fused)
         self._tier: Tier = tier
         self._piece_bytes = piece_bytes
         self._stores: list[HostStore] = []
@@ -65,7 +66,7 @@ class HostAdamW(torch.optim.AdamW):
                 loss = closure()
         for group in self.param_groups:
             learning = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self._take_up(learning)
+            self._take_up(learning, bool(group["fused"]))
             for device in dict.fromkeys(parameter.device for parameter in learning):
                 pieces = list(self._pieces([parameter for parameter in learning if parameter.device == device]))
                 if device not in self._devices:
@@ -83,10 +84,11 @@ class HostAdamW(torch.optim.AdamW):
         self.synchronize()
         super().load_state_dict({**state_dict, "state": {}})
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        known = [(names[i], parameter) for i, parameter in enumerate(parameters) if names[i] in state_dict["state"]]
-        self._take_up([parameter for _, parameter in known])
-        for name, parameter in known:
+        pairs = [(parameter, bool(group["fused"])) for group in self.param_groups for parameter in group["params"]]
+        known = [(name, *pair) for name, pair in zip(names, pairs, strict=True) if name in state_dict["state"]]
+        for fused in (False, True):
+            self._take_up([parameter for _, parameter, own in known if own == fused], fused)
+        for name, parameter, _ in known:
             saved = state_dict["state"][name]
             self.state[parameter]["step"].copy_(torch.as_tensor(saved["step"]))
             for moment in MOMENTS:
@@ -97,7 +99,7 @@ class HostAdamW(torch.optim.AdamW):
         for bench in self._devices.values():
             bench.synchronize()
 
-    def _take_up(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _take_up(self, parameters: Sequence[nn.Parameter], fused: bool) -> None:
         """Give parameters that haven't been seen yet their moments."""
         new = [parameter for parameter in parameters if parameter not in self._moments]
         if new:
@@ -112,7 +114,8 @@ class HostAdamW(torch.optim.AdamW):
             if not self.state[parameter]:
                 place = self._moments[parameter]
                 first, second = _views(parameter, place.slab, place.start)
-                self.state[parameter].update(step=torch.tensor(0.0), exp_avg=first, exp_avg_sq=second)
+                step = torch.zeros((), device=parameter.device if fused else "cpu")  # where torch keeps it too
+                self.state[parameter].update(step=step, exp_avg=first, exp_avg_sq=second)
 
     def _pieces(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Parameters in lots whose moments lie next to each other, so that one copy brings them."""
@@ -140,6 +143,7 @@ class HostAdamW(torch.optim.AdamW):
             [],
             [self.state[parameter]["step"] for parameter in piece],
             foreach=group["foreach"],
+            fused=group["fused"],
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
