@@ -136,6 +136,16 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documents as a site into site/, and check that tables and links in them are right."""
+    session.install("mkdocs>=1.6")
+    session.run("mkdocs", "build", "--strict", "--quiet")
+    install_packages(session, "pytest", "pytest-xdist", "hatchling")
+    session.run("pytest", "tests/test_house.py", "tests/test_validation.py", env=OFFLINE)
+    print(ROOT / "site" / "how-it-works.html")
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Build wheels of the four packages into dist/."""
     session.install("build", "hatchling")
