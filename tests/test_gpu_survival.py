@@ -75,7 +75,7 @@ def compared(
     engine = engine_of(streamed)
     with attention_path("fused"):
         one = train(stock, DecoderParts.of(stock, architecture).layers, work, device)
-        more: dict[str, Any] = {"make_optimizer": adamw_for(engine.config)}
+        more: dict[str, Any] = {"make_optimizer": adamw_for(engine)}
         more |= {"accumulate": engine.accumulate} if block_major else {}
         other = train(streamed, DecoderParts.of(streamed, architecture).layers, work, device, **more)
     result = compare(one, other, engine.blocks)
@@ -126,6 +126,7 @@ ON_HOST: dict[str, Any] = {
     "embedding": "host",
     "head": "host",
     "optimizer": "host",
+    "gradients": "host",
     "boundaries": "host",
     "loss_rows": 32,
 }
@@ -160,7 +161,7 @@ def test_everything_on_the_host_with_late_copies(
 
 @pytest.mark.parametrize("name", [*ON_HOST, "restore_once"])
 def test_each_placement_alone(name: str, gpu: torch.device, plugins: Plugins) -> None:
-    options = {name: ON_HOST.get(name, False)}
+    options = {name: ON_HOST.get(name, False), **({"optimizer": "host"} if name == "gradients" else {})}
     for accumulation in (1, 3):
         work = Work(steps=4, batch_size=2, length=96, accumulation=accumulation)
         result = compared(plugins, gpu, work, tied=False, **options)

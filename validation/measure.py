@@ -40,7 +40,7 @@ from poros.engine.measured import allocated_components
 from poros.engine.optimizer import adamw_for
 from poros.parity.resident import random_resident
 from poros.parity.source import find_published
-from poros.parity.stock import adapters_of, make_adapters_count, one_by_one
+from poros.parity.stock import adapters_of, clip_gradients, make_adapters_count, one_by_one
 from poros.plan.fit import dimensions_of, make_job
 from poros.plan.job import Job
 from poros.plan.search import describe, smallest_plan
@@ -64,8 +64,8 @@ class Steps:
         self.model, self.accumulation, self.tokens, self.accumulate = model, accumulation, tokens, accumulate
         self.device = default_device()
         self.adapters = list(adapters_of(model).values())
-        config = engine_of(model).config if accumulate is not one_by_one else StreamConfig()
-        self.optimizer = adamw_for(config)(self.adapters, lr=1e-4, fused=self.device.type == "cuda")
+        make_optimizer = torch.optim.AdamW if accumulate is one_by_one else adamw_for(engine_of(model))
+        self.optimizer = make_optimizer(self.adapters, lr=1e-4, fused=self.device.type == "cuda")
         self.generator = torch.Generator().manual_seed(3)
         self.vocab_size = model.config.get_text_config().vocab_size
         model.train()
@@ -87,7 +87,7 @@ class Steps:
         self.synchronise()
         began = time.perf_counter()
         losses = self.accumulate(todo)
-        torch.nn.utils.clip_grad_norm_(self.adapters, 1.0)
+        clip_gradients(self.optimizer, self.adapters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.synchronise()

@@ -132,6 +132,9 @@ class StreamConfig(Part):
         "embedding's own matrix, both are on the host or neither",
     )
     optimizer: Place = Field("device", description="the moments of AdamW; the update is always on the device")
+    gradients: Place = Field(
+        "device", description="the adapters' gradients; on the host only with `optimizer` there too, which uses them"
+    )
     boundaries: Place = Field("device", description="the inputs of the blocks, kept for the backward pass")
     loss_rows: PositiveInt | None = Field(
         None, description="tokens whose loss is worked out at a time; all together by default"
@@ -144,6 +147,12 @@ class StreamConfig(Part):
     tokens: PositiveInt | None = Field(
         None, description="tokens of a micro-batch, padding included, to plan for; known from the rows in `poros train`"
     )
+
+    @model_validator(mode="after")
+    def _together(self) -> StreamConfig:
+        if self.gradients == "host" and self.optimizer == "device":
+            raise ValueError("gradients on the host need the optimizer there too: set optimizer to host")
+        return self
 
     @field_validator("vram", mode="before")
     @classmethod
@@ -167,6 +176,7 @@ class StreamOptions(TypedDict, total=False):
     embedding: Place
     head: Place
     optimizer: Place
+    gradients: Place
     boundaries: Place
     loss_rows: int | None
     vram: str | None

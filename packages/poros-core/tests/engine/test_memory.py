@@ -21,6 +21,7 @@ from poros.plugins import Plugins
 SETTINGS: dict[str, dict[str, Any]] = {
     "usual": {},
     "on the host": {"embedding": "host", "head": "host", "boundaries": "host", "loss_rows": 16},
+    "gradients too": {"optimizer": "host", "gradients": "host"},
     "kept": {"resident": "all", "recompute": False},
     "partly kept": {"resident": 2, "recompute": False},
 }

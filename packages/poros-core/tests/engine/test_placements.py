@@ -21,12 +21,13 @@ from poros.engine.attach import attach
 from poros.engine.attention import attention_path
 from poros.engine.boundaries import HostBoundaries
 from poros.engine.engine import engine_of
+from poros.engine.gradients import HostGradients
 from poros.engine.loss import PiecewiseLoss
 from poros.engine.optimizer import HostAdamW, adamw_for
 from poros.engine.parts import DecoderParts, causal_lm
 from poros.engine.vocabulary import HostEmbedding, HostHead
-from poros.errors import UnsupportedError
-from poros.parity.stock import Work, load_stock, make_adapters_count, train
+from poros.errors import ConfigError, StreamError, UnsupportedError
+from poros.parity.stock import Work, gradient_of, load_stock, make_adapters_count, train
 from poros.parity.surfaces import SURFACES, Trace, compare
 from poros.plugins import Plugins
 from poros.testing.transfers import Adversary
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "embedding": ("device", "host"),
     "head": ("device", "host"),
-    "optimizer": ("device", "host"),
+    "update": (("device", "device"), ("host", "device"), ("host", "host")),
     "boundaries": ("device", "host"),
     "loss_rows": (None, 16),
     "slots": (1, 2),
@@ -48,7 +49,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "padded": (False, True),
 }
-"""Every setting that says where something lives, and what could get in its way."""
+"""Every setting that says where something lives, and what could get in its way; `update` is optimizer and gradients."""
 
 
 def pairwise(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -80,8 +81,8 @@ def pairs(case: dict[str, Any], names: list[str]) -> set[tuple[str, Any, str, An
 
 CASES = pairwise(CHOICES)
 
-OTHERS = ("tier", "executor", "restore_once", "vram", "tokens")
-"""Settings that say nothing of places on a CPU; `restore_once` is of the graph executor."""
+OTHERS = ("optimizer", "gradients", "tier", "executor", "restore_once", "vram", "tokens")
+"""Settings that are there by another name, or say nothing of places on a CPU."""
 
 
 def test_every_pair_of_values_occurs() -> None:
@@ -98,7 +99,7 @@ def run(model: Any, architecture: Architecture, work: Work, streams: bool = Fals
     options: dict[str, Any] = {}
     if streams:
         engine = engine_of(model)
-        options = {"accumulate": engine.accumulate, "make_optimizer": adamw_for(engine.config)}
+        options = {"accumulate": engine.accumulate, "make_optimizer": adamw_for(engine)}
     with attention_path("fused"):
         return train(model, DecoderParts.of(model, architecture).layers, work, CPU, **options)
 
@@ -120,7 +121,9 @@ def reference(
 
 
 def settings(case: dict[str, Any]) -> StreamOptions:
-    return {name: value for name, value in case.items() if name in StreamConfig.model_fields}  # type: ignore[return-value]
+    named = {name: value for name, value in case.items() if name in StreamConfig.model_fields}
+    optimizer, gradients = case["update"]
+    return {**named, "optimizer": optimizer, "gradients": gradients}  # type: ignore[return-value, typeddict-item]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -161,6 +164,7 @@ ALL_ON_HOST: StreamOptions = {
     "embedding": "host",
     "head": "host",
     "optimizer": "host",
+    "gradients": "host",
     "boundaries": "host",
     "loss_rows": 16,
 }
@@ -300,7 +304,9 @@ def test_a_second_backward_pass_and_one_after_an_evaluation(checkpoint: Callable
                 model(input_ids=ids.flip(-1))
         loss.backward(retain_graph=True)
         loss.backward()
-        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        adapters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = adamw_for(engine_of(model))(adapters)
+        gradients.append([found for p in adapters if (found := gradient_of(optimizer, p)) is not None])
     assert len(gradients[0]) == 2 * 7 * 5
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
@@ -384,6 +390,56 @@ def test_a_state_is_taken_over(source: type[torch.optim.AdamW]) -> None:
     for one, other in ((straight, first), (resumed, second)):
         steps(other, one, 3, 2)  # type: ignore[arg-type]
     assert all(torch.equal(one, other) for one, other in zip(straight, resumed, strict=True))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 200, 10_000_000])
+@pytest.mark.parametrize("max_norm", [1.0, 1e6, None])
+def test_clipping_and_updating_with_gradients_on_the_host(piece_bytes: int, max_norm: float | None) -> None:
+    kept = HostGradients(CPU)
+    ours, theirs = make_parameters(0), make_parameters(0)
+    optimizers = (
+        HostAdamW(ours, lr=1e-2, piece_bytes=piece_bytes, gradients=kept),
+        torch.optim.AdamW(theirs, lr=1e-2),
+    )
+    generator = torch.Generator().manual_seed(1)
+    for step in range(4):
+        for _ in range(1 + step % 2):  # a loop over micro-batches adds gradients up
+            fresh = [
+                None if (step, n) == (2, 1) else torch.randn(p.shape, generator=generator) for n, p in enumerate(ours)
+            ]
+            kept.add(ours, fresh)
+            for parameter, gradient in zip(theirs, fresh, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        for one, other in zip(ours, theirs, strict=True):
+            found = optimizers[0].gradient(one)
+            assert (found is None) == (other.grad is None)
+            assert found is None or torch.equal(found, other.grad)  # type: ignore[arg-type]
+        if max_norm is not None:
+            norms = optimizers[0].clip_grad_norm_(max_norm), torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+            assert torch.equal(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+        optimizers[1].zero_grad()
+        assert all(parameter not in kept for parameter in ours)  # used up
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_gradients_that_somebody_listens_to_stay(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    model = poros.load(
+        checkpoint("qwen2", {}),
+        lora=lora_config(LoraPart(rank=4)),
+        device="cpu",
+        plugins=plugins,
+        optimizer="host",
+        gradients="host",
+    )
+    next(p for p in model.parameters() if p.requires_grad).register_hook(lambda gradient: None)
+    ids = torch.arange(8).view(1, -1)
+    with pytest.raises(StreamError, match="hook"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(ConfigError, match="optimizer"):
+        poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, gradients="host")
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_moments(
         **options,
     )
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = adamw_for(engine_of(model).config)(parameters)
+    optimizer = adamw_for(engine_of(model))(parameters)
     assert isinstance(optimizer, HostAdamW) == (place == "host")
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -169,6 +169,7 @@ def test_more_of_anything_never_takes_less() -> None:
         {"embedding": "host"},
         {"head": "host"},
         {"optimizer": "host"},
+        {"optimizer": "host", "gradients": "host"},
         {"boundaries": "host"},
         {"loss_rows": 64},
         {"restore_once": False},

@@ -142,7 +142,7 @@ def stock_adapter(config: Any, out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / ADAPTER)
 
 
-ON_HOST = {f"stream.{name}": "host" for name in ("embedding", "head", "optimizer", "boundaries")}
+ON_HOST = {f"stream.{name}": "host" for name in ("embedding", "head", "optimizer", "gradients", "boundaries")}
 """Everything that can leave the device."""
 
 

@@ -245,7 +245,10 @@ def _backward(
                     first, gradients = visit.backward(
                         hidden, one.batch, surroundings, adapters, one.hidden, needs_hidden=block > lowest
                     )
-                _add(adapters, gradients)
+                if engine.gradients is not None:
+                    engine.gradients.add(adapters, gradients)
+                else:
+                    _add(adapters, gradients)
                 if first is not None:
                     one.hidden = first
 

@@ -64,7 +64,7 @@ class _BlockFunction(torch.autograd.Function):
                 kept=ctx.kept,
             )
         ctx.kept = None
-        return None, None, None, None, first, *gradients
+        return None, None, None, None, first, *ctx.executor.hand_over(ctx.adapters, gradients)
 
 
 def run_block(executor: EagerExecutor, block: int, hidden: Tensor, batch: Batch) -> Tensor:

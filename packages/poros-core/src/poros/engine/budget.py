@@ -24,7 +24,7 @@ from poros.store.tiers import make_store
 MARGIN = 0.02
 """Part of the free memory that `auto` leaves to others."""
 
-OWN_OPTIMIZER = frozenset({"optimizer"})
+OWN_OPTIMIZER = frozenset({"optimizer", "gradients"})
 """What a plan leaves alone where the optimizer is the caller's."""
 
 PROBE_BYTES = 256_000_000

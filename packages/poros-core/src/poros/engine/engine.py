@@ -26,6 +26,7 @@ from poros.engine.block import run_block
 from poros.engine.boundaries import HostBoundaries
 from poros.engine.budget import lift
 from poros.engine.executor import Batch, EagerExecutor
+from poros.engine.gradients import HostGradients
 from poros.engine.graphs import GraphExecutor
 from poros.engine.loss import PiecewiseLoss
 from poros.engine.outside import outside_bytes
@@ -71,6 +72,7 @@ class Engine:
         device: Where the model computes.
         architecture: The family.
         shares: Whether layers leave tensors for later ones, which makes every visit an eager one.
+        boundaries, gradients: What is kept in host memory, if it is.
         arena: The memory that head and blocks have by turns, if the head travels.
         plan: By which the placements were chosen, if they were planned.
         draws: (block, shape of its input) -> how far it moves the random generator, where that is known.
@@ -129,6 +131,8 @@ class Engine:
                 restore_once=config.restore_once,
                 arena=self.arena,
             )
+        self.gradients = HostGradients(parts.device, config.tier) if config.gradients == "host" else None
+        self.executor.gradients = self.gradients
         self.device = parts.device
         self.plan: Plan | None = None
         self.draws: dict[tuple[int, tuple[int, ...]], int | None] = {}
@@ -218,6 +222,8 @@ class Engine:
         self.streamer.close()
         if self.boundaries is not None:
             self.boundaries.close()
+        if self.gradients is not None:
+            self.gradients.close()
         self.store.close()
         if self.plan is not None:
             lift(self.device)

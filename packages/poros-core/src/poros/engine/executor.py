@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from poros.engine.attention import allow_attention_backends, attention_backends
 from poros.engine.boundaries import Boundaries, Boundary, DeviceBoundaries
+from poros.engine.gradients import HostGradients
 from poros.engine.prologue import Call
 from poros.engine.signature import LayerSignature, tensors_of
 from poros.engine.template import Template
@@ -130,6 +131,9 @@ class EagerExecutor:
         blocks: The templates of each block's layers.
         keeping: Blocks whose activations are kept from the forward pass to the backward pass; they must be resident.
         boundaries: Where the inputs of blocks are kept; on the device by default.
+
+    Attributes:
+        gradients: Where the adapters' gradients go, if not to the adapters.
     """
 
     def __init__(
@@ -141,6 +145,7 @@ class EagerExecutor:
     ) -> None:
         self.keeping = frozenset(keeping)
         self.boundaries = boundaries or DeviceBoundaries()
+        self.gradients: HostGradients | None = None
         self._below: Boundary | None = None
         self._streamer = streamer
         self._blocks = [tuple(block) for block in blocks]
@@ -169,6 +174,13 @@ class EagerExecutor:
         below = self._below if block else None
         self._below = boundary if self.boundaries.away and block + 1 < len(self) else None
         return boundary, below
+
+    def hand_over(self, adapters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients for autograd to give to the adapters: none, if they go to the host."""
+        if self.gradients is None:
+            return list(gradients)
+        self.gradients.add(adapters, gradients)
+        return [None] * len(gradients)
 
     def adapters(self, block: int) -> list[nn.Parameter]:
         """The trainable parameters of a block."""

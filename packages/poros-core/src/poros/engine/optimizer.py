@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from poros.config import StreamConfig, Tier
+from poros.config import Tier
 from poros.dimensions import aligned
+from poros.engine.engine import Engine
+from poros.engine.gradients import HostGradients
 from poros.store.store import HostStore
 from poros.store.tiers import make_store
 
@@ -35,6 +37,8 @@ class HostAdamW(torch.optim.AdamW):
         params, lr, betas, eps, weight_decay, foreach, fused: As torch's.
         tier: Kind of host memory.
         piece_bytes: Bytes of parameters that are updated at a time; twice as much is taken on the device, two times.
+        gradients: Where a streamed model's gradients are, if they are on the host as well. The parameters' `grad` is
+            None then: `clip_grad_norm_` of this class takes the place of torch's, and a step uses the gradients up.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class HostAdamW(torch.optim.AdamW):
         fused: bool | None = None,
         tier: Tier = "auto",
         piece_bytes: int = 16_000_000,
+        gradients: HostGradients | None = None,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=foreach, fused=fused)
         self._tier: Tier = tier
@@ -56,6 +61,42 @@ class HostAdamW(torch.optim.AdamW):
         self._stores: list[HostStore] = []
         self._moments: dict[nn.Parameter, _Moments] = {}
         self._devices: dict[torch.device, _Bench] = {}
+        self._gradients = gradients
+        self._coefficient: Tensor | None = None
+        if gradients is not None:
+            gradients.register([parameter for group in self.param_groups for parameter in group["params"]])
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """A parameter's gradient, wherever it is."""
+        if self._gradients is None:
+            return parameter.grad
+        return self._gradients.fetched(parameter) if parameter in self._gradients else None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients down to a norm, as `torch.nn.utils.clip_grad_norm_` does; gives the norm they had.
+
+        Gradients on the host are scaled when the next step uses them.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self._gradients is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        norm = self._gradients.total_norm(parameters)
+        self._coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients on the host are forgotten too."""
+        super().zero_grad(set_to_none)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._coefficient = None
+        if self._gradients is not None:
+            self._gradients.clear()
+
+    def _learns(self, parameter: nn.Parameter) -> bool:
+        return parameter.grad is not None if self._gradients is None else parameter in self._gradients
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -65,13 +106,14 @@ class HostAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            learning = [parameter for parameter in group["params"] if parameter.grad is not None]
+            learning = [parameter for parameter in group["params"] if self._learns(parameter)]
             self._take_up(learning, bool(group["fused"]))
             for device in dict.fromkeys(parameter.device for parameter in learning):
                 pieces = list(self._pieces([parameter for parameter in learning if parameter.device == device]))
                 if device not in self._devices:
                     self._devices[device] = _Bench(device)
-                self._devices[device].run(pieces, self._moments, partial(self._update, group))
+                self._devices[device].run(pieces, self._moments, partial(self._update, group), self._gradients)
+        self._forget()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,6 +166,8 @@ class HostAdamW(torch.optim.AdamW):
         for parameter in parameters:
             place = self._moments[parameter]
             follows = bool(piece) and self._moments[piece[-1]].is_followed_by(place)
+            if follows and self._gradients is not None:
+                follows = self._gradients.host([piece[-1], parameter]) is not None
             if piece and (size + parameter.nbytes > self._piece_bytes or not follows):
                 yield piece
                 piece, size = [], 0
@@ -133,11 +177,17 @@ class HostAdamW(torch.optim.AdamW):
             yield piece
 
     def _update(
-        self, group: dict[str, Any], piece: Sequence[nn.Parameter], moments: Sequence[Sequence[Tensor]]
+        self,
+        group: dict[str, Any],
+        piece: Sequence[nn.Parameter],
+        moments: Sequence[Sequence[Tensor]],
+        gradients: Sequence[Tensor],
     ) -> None:
+        if self._coefficient is not None:
+            torch._foreach_mul_(list(gradients), self._coefficient.to(gradients[0].device))
         adamw(
             list[Tensor](piece),
-            [parameter.grad for parameter in piece if parameter.grad is not None],
+            list(gradients),
             list(moments[0]),
             list(moments[1]),
             [],
@@ -154,12 +204,21 @@ class HostAdamW(torch.optim.AdamW):
         )
 
 
-Update = Callable[[Sequence[nn.Parameter], Sequence[Sequence[Tensor]]], None]
+Update = Callable[[Sequence[nn.Parameter], Sequence[Sequence[Tensor]], Sequence[Tensor]], None]
+"""Updates parameters, given their moments and gradients."""
 
 
-def adamw_for(config: StreamConfig) -> type[torch.optim.AdamW]:
-    """The AdamW that a stream's settings ask for."""
-    return HostAdamW if config.optimizer == "host" else torch.optim.AdamW
+def adamw_class(engine: Engine) -> tuple[type[torch.optim.AdamW], dict[str, Any]]:
+    """The AdamW that a streamed model's settings ask for, and what it must be given beside torch's arguments."""
+    if engine.config.optimizer == "device":
+        return torch.optim.AdamW, {}
+    return HostAdamW, {"tier": engine.config.tier, "gradients": engine.gradients}
+
+
+def adamw_for(engine: Engine) -> Callable[..., torch.optim.AdamW]:
+    """The same, to be called with parameters and torch's arguments."""
+    made, options = adamw_class(engine)
+    return partial(made, **options)
 
 
 @dataclass(frozen=True)
@@ -195,30 +254,43 @@ class _Bench:
             self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def run(
-        self, pieces: Sequence[Sequence[nn.Parameter]], moments: dict[nn.Parameter, _Moments], update: Update
+        self,
+        pieces: Sequence[Sequence[nn.Parameter]],
+        moments: dict[nn.Parameter, _Moments],
+        update: Update,
+        gradients: HostGradients | None = None,
     ) -> None:
-        """Update all pieces, each with its moments beside it."""
+        """Update all pieces, each with its moments beside it, and its gradients if those are on the host."""
         if self._device.type != "cuda":
             for piece in pieces:
                 places = [moments[parameter] for parameter in piece]
-                update(piece, _lists([(p, m.slab, m.start) for p, m in zip(piece, places, strict=True)]))
+                lists = _lists([(p, m.slab, m.start) for p, m in zip(piece, places, strict=True)])
+                here = [parameter.grad for parameter in piece] if gradients is None else map(gradients.fetched, piece)
+                update(piece, lists, [gradient for gradient in here if gradient is not None])
             return
         compute = torch.cuda.current_stream(self._device)
-        self._make_room(max(moments[piece[-1]].end - moments[piece[0]].start for piece in pieces), compute)
+        sizes = [moments[piece[-1]].end - moments[piece[0]].start for piece in pieces]
+        self._make_room(max(sizes) if gradients is None else 3 * max(sizes) // 2, compute)
         self._coming.wait_stream(self._going)  # the last step's moments must have arrived in host memory
-        for number, piece in enumerate(pieces):
+        if gradients is not None:
+            gradients.arrive()
+            self._coming.wait_stream(compute)
+        for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
             room, done = self._room[number % 2], self._done[number % 2]
             first, last = moments[piece[0]], moments[piece[-1]]
-            host = first.slab[first.start : last.end]
-            here = room[: host.numel()]
+            host, here_moments = first.slab[first.start : last.end], room[:size]
+            from_host = None if gradients is None else gradients.host(piece)
             self._coming.wait_event(done)
             with torch.cuda.stream(self._coming):
-                here.copy_(host, non_blocking=True)
+                here_moments.copy_(host, non_blocking=True)
+                if from_host is not None:
+                    room[size : size + from_host.numel()].copy_(from_host, non_blocking=True)
             compute.wait_stream(self._coming)
-            update(piece, _lists([(parameter, room, moments[parameter].start - first.start) for parameter in piece]))
+            lists = _lists([(parameter, room, moments[parameter].start - first.start) for parameter in piece])
+            update(piece, lists, _gradients_of(piece, None if from_host is None else room[size:]))
             self._going.wait_stream(compute)
             with torch.cuda.stream(self._going):
-                host.copy_(here, non_blocking=True)
+                host.copy_(here_moments, non_blocking=True)
                 done.record(self._going)
 
     def synchronize(self) -> None:
@@ -243,6 +315,17 @@ def _views(parameter: nn.Parameter, memory: Tensor, start: int) -> tuple[Tensor,
         for at in (start, start + aligned(parameter.nbytes))
     )
     return first, second
+
+
+def _gradients_of(piece: Sequence[nn.Parameter], memory: Tensor | None) -> list[Tensor]:
+    """The gradients of parameters: their own, or those in memory that holds them one after the other."""
+    if memory is None:
+        return [parameter.grad for parameter in piece if parameter.grad is not None]
+    gradients, start = [], 0
+    for parameter in piece:
+        gradients.append(memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape))
+        start += aligned(parameter.nbytes)
+    return gradients
 
 
 def _lists(places: Sequence[tuple[nn.Parameter, Tensor, int]]) -> list[list[Tensor]]:

@@ -95,7 +95,7 @@ class _SharingFunction(torch.autograd.Function):
                     )
         remaining = iter(found)
         of_leaves = [next(remaining) if leaf.requires_grad else None for leaf in leaves]
-        return (*([None] * _HIDDEN), *of_leaves, *remaining)
+        return (*([None] * _HIDDEN), *of_leaves, *ctx.executor.hand_over(ctx.adapters, list(remaining)))
 
 
 _HIDDEN = 6

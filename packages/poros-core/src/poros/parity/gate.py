@@ -191,7 +191,7 @@ def check(
         if engine.plan is not None:
             enforce(engine.plan, where)  # stock before it may have taken more
         before = engine.streamer.measured()
-        streaming: Any = {"accumulate": engine.accumulate, "make_optimizer": adamw_for(engine.config)}
+        streaming: Any = {"accumulate": engine.accumulate, "make_optimizer": adamw_for(engine)}
         trace = arm("streamed", streamed_model, work, **streaming)
         if where.type == "cuda":
             torch.cuda.synchronize(where)

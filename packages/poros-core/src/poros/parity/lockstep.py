@@ -99,7 +99,7 @@ def check_in_lockstep(
         for one in models:
             make_adapters_count(one, work.seed)
         accumulators: tuple[Accumulate, Accumulate] = (one_by_one, engine.accumulate)
-        optimizers: tuple[MakeOptimizer, MakeOptimizer] = (torch.optim.AdamW, adamw_for(engine.config))
+        optimizers: tuple[MakeOptimizer, MakeOptimizer] = (torch.optim.AdamW, adamw_for(engine))
         arms = [
             _Arm(
                 training_steps(

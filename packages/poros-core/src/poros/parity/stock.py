@@ -197,9 +197,10 @@ def training_steps(
         todo = batches[first : first + work.accumulation]
         accumulate([partial(micro_step, step, micro, batch) for micro, batch in enumerate(todo)])
         for name, parameter in adapters.items():
-            if parameter.grad is not None:
-                trace.record("gradients", step, name, parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(list(adapters.values()), 1.0)
+            gradient = gradient_of(optimizer, parameter)
+            if gradient is not None:
+                trace.record("gradients", step, name, gradient)
+        norm = clip_gradients(optimizer, list(adapters.values()), 1.0)
         trace.record("gradient_norm", step, "gradient norm", norm)
         optimizer.step()
         for name, parameter in adapters.items():
@@ -208,6 +209,20 @@ def training_steps(
             _record_final_states(trace, adapters, optimizer, device, step)
         yield trace
         trace = Trace(keep_on=trace.keep_on)
+
+
+def gradient_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor | None:
+    """A parameter's gradient; a streamed model's optimizer may know of another place than `grad`."""
+    find = getattr(optimizer, "gradient", None)
+    found: Tensor | None = parameter.grad if find is None else find(parameter)
+    return found
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip by torch's function, or by the optimizer's own if it keeps the gradients."""
+    clip = getattr(optimizer, "clip_grad_norm_", None)
+    norm: Tensor = torch.nn.utils.clip_grad_norm_(parameters, max_norm) if clip is None else clip(max_norm)
+    return norm
 
 
 def _record_final_states(

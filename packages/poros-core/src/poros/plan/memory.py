@@ -49,7 +49,7 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
         "head": 0 if travels or dimensions.tied else dimensions.matrix_bytes,
         "outside the layers": dimensions.outer_bytes,
         "adapters": job.adapter_bytes,
-        "moments": 2 * job.adapter_bytes if stream.optimizer == "device" else min(PIECE_BYTES, 4 * job.adapter_bytes),
+        "moments": 2 * job.adapter_bytes if stream.optimizer == "device" else _room(job, stream),
         "activations of a block": block_activation_bytes(job, stream),
         "kept activations": kept_bytes(job, stream),
     }
@@ -63,11 +63,19 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
         "gradients of hidden states": job.micro_batches * job.hidden_bytes,
     }
     update = job.adapter_bytes if stream.optimizer == "device" else PIECE_BYTES // 4
-    at_the_update = {"gradients": job.adapter_bytes, "update": min(update, job.adapter_bytes)}
+    leaving = min(2 * (job.adapter_bytes // len(job.blocks)), job.adapter_bytes)
+    gradients = job.adapter_bytes if stream.gradients == "device" else leaving
+    at_the_update = {"gradients": gradients, "update": min(update, job.adapter_bytes)}
     parts |= at_the_loss if sum(at_the_loss.values()) > sum(at_the_update.values()) else at_the_update
     # What torch's allocator holds beside what is allocated: rounding, and gaps between tensors that came and went.
     parts["allocator"] = round(SLACK * (sum(parts.values()) - parts["context"]))
     return parts
+
+
+def _room(job: Job, stream: StreamConfig) -> int:
+    """Bytes of the room in which moments, and gradients if they are on the host, are beside their parameters."""
+    times = 4 if stream.gradients == "device" else 6
+    return times * min(PIECE_BYTES // 4, job.adapter_bytes)
 
 
 def host_components(job: Job, stream: StreamConfig) -> dict[str, int]:
@@ -86,6 +94,7 @@ def host_components(job: Job, stream: StreamConfig) -> dict[str, int]:
         "head": dimensions.matrix_bytes if travels else 0,
         "embedding": tables if on_host else 0,
         "moments": 2 * job.adapter_bytes if stream.optimizer == "host" else 0,
+        "gradients": job.adapter_bytes if stream.gradients == "host" else 0,
         "boundaries": boundaries * job.hidden_bytes if stream.boundaries == "host" else 0,
         "reading": 3 * 2 * BF16 * largest,
     }

@@ -20,7 +20,7 @@ from poros.plan.job import Job
 from poros.plan.memory import device_components, host_components
 from poros.plan.seconds import Seconds, step_seconds
 
-LOSS_ROWS = 128
+LOSS_ROWS = 64
 """Tokens whose loss is worked out at a time, where the loss is taken to pieces."""
 
 MOST_SLOTS = 4
@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "embedding": ("device", "host"),
     "head": ("device", "host"),
     "optimizer": ("device", "host"),
+    "gradients": ("device", "host"),
     "boundaries": ("device", "host"),
     "loss_rows": (None, LOSS_ROWS),
     "restore_once": (True, False),
@@ -120,6 +121,9 @@ def candidates(job: Job, base: StreamConfig, free: Collection[str] | None = None
         chosen = dict(zip(names, values, strict=True))
         if not chosen.get("restore_once", True) and (job.micro_batches > 1 or not job.graphs):
             continue  # a visit that runs a block several times restores its weights once in any case
+        whole = {"optimizer": base.optimizer, "gradients": base.gradients, **chosen}
+        if whole["gradients"] == "host" and whole["optimizer"] == "device":
+            continue  # only that optimizer knows where they are
         if job.dimensions.tied and {chosen.get("embedding"), chosen.get("head")} == {"device", "host"}:
             continue  # one matrix lives in one place
         yield base.model_copy(update={**chosen, "resident": 0})

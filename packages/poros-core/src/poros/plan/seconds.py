@@ -68,12 +68,13 @@ def copied_bytes(job: Job, stream: StreamConfig) -> int:
         if not travels:
             blocks -= sum(job.block_bytes[block] for block in moving[-slots:])
     boundaries = len(job.blocks) * job.micro_batches * job.hidden_bytes if stream.boundaries == "host" else 0
-    return (
-        max(blocks, 0)
-        + (job.dimensions.matrix_bytes if travels else 0)
-        + (2 * job.adapter_bytes if stream.optimizer == "host" else 0)
-        + boundaries
-    )
+    return max(blocks, 0) + (job.dimensions.matrix_bytes if travels else 0) + update_bytes(job, stream) + boundaries
+
+
+def update_bytes(job: Job, stream: StreamConfig) -> int:
+    """Bytes that travel to the device for the update: moments, and gradients where they are on the host."""
+    moments = 2 * job.adapter_bytes if stream.optimizer == "host" else 0
+    return moments + (job.adapter_bytes if stream.gradients == "host" else 0)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def step_seconds(job: Job, stream: StreamConfig, card: Card) -> Seconds:
         only_copying += job.dimensions.matrix_bytes / link
         only_computing += at_the_turn
     if stream.optimizer == "host":
-        only_copying += 2 * job.adapter_bytes / link  # nothing else is computed during the update
+        only_copying += update_bytes(job, stream) / link  # nothing else is computed during the update
     if stream.slots == 1 and len(resident) < len(job.blocks):
         # The next block can't come before this one was taken out, or before it was done with.
         only_computing = restoring + only_computing if takes_out else computing

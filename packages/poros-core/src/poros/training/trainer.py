@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from poros.config import RunConfig
 from poros.engine.engine import engine_of
 from poros.engine.executor import rng_state, set_rng_state
-from poros.engine.optimizer import adamw_for
+from poros.engine.optimizer import HostAdamW, adamw_class
 from poros.errors import StreamError
 from poros.stream.streamer import StreamCounts, Streamer
 from poros.training.output import save_adapter
@@ -53,7 +53,17 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         chosen, options = super().get_optimizer_cls_and_kwargs(*args, **kwargs)
         if chosen is not torch.optim.AdamW:
             return chosen, options
-        return adamw_for(engine_of(self.model).config), options
+        own, places = adamw_class(engine_of(self.model))
+        return own, {**options, **places}
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own; gradients that are on the host are clipped by the optimizer that uses them."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if engine_of(self.model).gradients is not None and isinstance(optimizer, HostAdamW):
+            self.accelerator.clip_grad_norm_ = lambda parameters, max_norm, norm_type=2: optimizer.clip_grad_norm_(
+                max_norm
+            )
+        return optimizer
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate without moving the random generators, so that looking changes nothing in what is trained."""
@@ -89,6 +99,7 @@ class StepObserver(TrainerCallback):  # type: ignore[misc]
         on_evaluation: Callable[[int, float], None],
     ) -> None:
         self._adapters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._gradients = engine_of(model).gradients
         self._identity = identity
         self._streamer = streamer
         self._on_step = on_step
@@ -108,7 +119,12 @@ class StepObserver(TrainerCallback):  # type: ignore[misc]
         if self._checked:
             return
         self._checked = True
-        idle = [name for name, parameter in self._adapters if parameter.grad is None]
+        elsewhere = self._gradients
+        idle = [
+            name
+            for name, parameter in self._adapters
+            if parameter.grad is None and (elsewhere is None or parameter not in elsewhere)
+        ]
         if idle:
             raise StreamError(
                 f"{len(idle)} of {len(self._adapters)} adapter tensors got no gradient in the first step: {idle[0]}",
