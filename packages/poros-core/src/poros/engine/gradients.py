@@ -1,7 +1,7 @@
 """Adapter gradients in host memory: they leave the device block by block, as the backward pass makes them.
 
-All gradients together take as much memory as the adapters, and they are all there at the end of the backward pass. On the
-host they wait for the update, which brings them back piece by piece (`poros.engine.optimizer`).
+All gradients together take as much memory as the adapters, and they are all there at the end of the backward pass. On
+the host they wait for the update, which brings them back piece by piece (`poros.engine.optimizer`).
 
 [Note: what overlaps with what] A gradient goes out on a stream of its own, under the computation of the block below.
 It is held until its copy is over; the computation waits for that only if many more have followed. One that is added to
