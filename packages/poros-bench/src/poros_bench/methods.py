@@ -14,12 +14,17 @@ class Method:
     Attributes:
         name: As it appears in receipts ("poros", "resident").
         description: One line for people.
-        missing: Returns the packages that it needs and that aren't installed.
+        missing: Returns what it needs and what isn't there: packages, a GPU.
+        entry: "module:function", imported in the cell's own process only. The function is given a `Cell` and returns a
+            `Trainee` (both in `poros_bench.cell`).
+        takes_budget: Whether it can be given a budget of GPU memory.
     """
 
     name: str
     description: str
     missing: Callable[[], Sequence[str]]
+    entry: str
+    takes_budget: bool = False
 
 
 def needs(*modules: str) -> Callable[[], Sequence[str]]:
@@ -27,13 +32,30 @@ def needs(*modules: str) -> Callable[[], Sequence[str]]:
     return lambda: tuple(module for module in modules if find_spec(module) is None)
 
 
+STOCK = ("torch", "transformers", "peft", "bitsandbytes")
+
 POROS = Method(
     name="poros",
     description="Poros: the frozen base streams, bit-identical to resident",
-    missing=needs("torch", "transformers", "peft", "bitsandbytes"),
+    missing=needs(*STOCK),
+    entry="poros_bench.ways:poros",
+    takes_budget=True,
 )
 RESIDENT = Method(
     name="resident",
     description="stock transformers + peft + bitsandbytes, everything on the device",
-    missing=needs("torch", "transformers", "peft", "bitsandbytes"),
+    missing=needs(*STOCK),
+    entry="poros_bench.ways:resident",
+)
+CHECKPOINTING = Method(
+    name="resident-checkpointing",
+    description="stock with gradient checkpointing",
+    missing=needs(*STOCK),
+    entry="poros_bench.ways:resident_checkpointing",
+)
+UNSLOTH = Method(
+    name="unsloth",
+    description="unsloth: its own loader, layers and gradient checkpointing",
+    missing=needs("unsloth"),
+    entry="poros_bench.ways:unsloth",
 )

@@ -6,47 +6,44 @@ from collections.abc import Sequence
 from typing import cast
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from poros import hookimpl
-from poros.plugins import Plugins
+from poros.errors import ConfigError
+from poros.plugins import Plugins, load_plugins
 from poros_bench import hookspecs
-from poros_bench.methods import POROS, RESIDENT, Method
+from poros_bench.methods import CHECKPOINTING, POROS, RESIDENT, UNSLOTH, Method
 
 poros_hookspecs = (hookspecs,)
 """Hook specifications that Poros adds to its own when it loads this plugin."""
-
-bench = typer.Typer(help="Compare ways to train on the same work.", no_args_is_help=True)
 
 
 @hookimpl
 def poros_commands(app: typer.Typer) -> None:
     """Add `poros bench`."""
+    from poros_bench.cli import bench
+
     app.add_typer(bench, name="bench")
 
 
 @hookimpl
 def poros_bench_methods() -> Sequence[Method]:
     """The methods of this package."""
-    return (POROS, RESIDENT)
+    return (POROS, RESIDENT, CHECKPOINTING, UNSLOTH)
 
 
-@bench.callback()
-def compare() -> None:
-    """Compare ways to train on the same work."""
+def installed_methods(plugins: Plugins | None = None) -> dict[str, Method]:
+    """Every method of every plugin by its name."""
+    found = cast(Sequence[Method], (plugins or load_plugins()).methods())
+    return {method.name: method for method in found}
 
 
-@bench.command("methods")
-def methods(context: typer.Context) -> None:
-    """List the methods that could be compared, and what they lack here.
+def find_method(name: str, plugins: Plugins | None = None) -> Method:
+    """A method by its name.
 
-    [bold]Example:[/] poros bench methods
+    Raises:
+        ConfigError: there is none of that name.
     """
-    plugins: Plugins = context.obj
-    table = Table()
-    for column in ("method", "what it is", "missing"):
-        table.add_column(column)
-    for method in cast(Sequence[Method], plugins.methods()):
-        table.add_row(method.name, method.description, ", ".join(method.missing()) or "-")
-    Console(highlight=False).print(table)
+    methods = installed_methods(plugins)
+    if name not in methods:
+        raise ConfigError(f"no method is called {name}", f"installed are: {', '.join(methods)}")
+    return methods[name]

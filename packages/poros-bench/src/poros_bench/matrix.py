@@ -1,0 +1,195 @@
+"""Running a matrix: every cell in a process of its own, its receipt on disk before the next one begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from poros.errors import ConfigError, PorosError
+from poros.plugins import Plugins
+from poros.receipt import Receipt, read_receipts
+from poros_bench.cell import Cell, receipt_of
+from poros_bench.config import MatrixConfig
+from poros_bench.models import directory_of, name_of, published_shape
+
+RECEIPTS = "receipts.jsonl"
+LOGS = "logs"
+MODELS = "models"
+
+FINISHED = ("ok", "oom", "skipped")
+"""What isn't run again on `--resume`: results. An error is tried again."""
+
+Announce = Callable[[str, int, int], None]
+"""Told what is going on: cells done and cells in all."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One cell of a matrix.
+
+    Attributes:
+        cell: What is to be done.
+        finished: Its receipt, if it has been done.
+    """
+
+    cell: Cell
+    finished: Receipt | None
+
+
+def cells_of(config: MatrixConfig, out: Path, plugins: Plugins, only: str | None = None) -> list[Planned]:
+    """Every cell of a matrix, case by case, with what has been done already.
+
+    Args:
+        config: The matrix.
+        out: Its folder.
+        plugins: For published shapes.
+        only: "case/method": names of one cell; either may be `*`.
+
+    Raises:
+        ConfigError: `only` names nothing.
+    """
+    done = {receipt.config.get("key"): receipt for receipt in receipts_in(out)}
+    wanted_case, _, wanted_method = (only or "*/*").partition("/")
+    planned = []
+    for case in config.cases:
+        directory = directory_of(case, plugins, out / MODELS)
+        for entry in config.methods:
+            if wanted_case not in ("*", case.name) or (wanted_method or "*") not in ("*", entry.name):
+                continue
+            cell = Cell(case, entry, directory, name_of(case, plugins))
+            planned.append(Planned(cell, done.get(cell.key)))
+    if not planned:
+        names = ", ".join(f"{case.name}/{entry.name}" for case in config.cases for entry in config.methods)
+        raise ConfigError(f"--only {only} names no cell", f"cells: {names}")
+    return planned
+
+
+def receipts_in(out: Path) -> list[Receipt]:
+    """The receipts of a folder, the newest of each cell."""
+    file = out / RECEIPTS
+    if not file.is_file():
+        return []
+    newest = {receipt.config.get("key"): receipt for receipt in read_receipts(file)}
+    return list(newest.values())
+
+
+def run_matrix(
+    config: MatrixConfig,
+    out: Path,
+    plugins: Plugins,
+    *,
+    resume: bool = False,
+    only: str | None = None,
+    keep_models: bool = True,
+    jobs: int = 1,
+    announce: Announce = lambda what, done, total: None,
+) -> list[Receipt]:
+    """Run a matrix.
+
+    Args:
+        config: The matrix.
+        out: Its folder: receipts, logs and the checkpoints that were made.
+        plugins: Loaded plugins.
+        resume: Leave out cells whose result is there.
+        only: "case/method", to run some cells only.
+        keep_models: Whether checkpoints with random weights stay when their case is done.
+        jobs: Cells at a time, each on one thread if there are several; only for tiny ones on a CPU.
+        announce: Told what is going on.
+
+    Returns:
+        The newest receipt of every cell of the matrix that has one.
+
+    Raises:
+        ConfigError: the folder holds results, and `resume` isn't asked for.
+    """
+    planned = cells_of(config, out, plugins, only)
+    if receipts_in(out) and not resume and only is None:
+        raise ConfigError(f"{out} holds results already", "add --resume to go on, or name another folder with -o")
+    out.mkdir(parents=True, exist_ok=True)
+    todo = [
+        one.cell for one in planned if not (resume and one.finished is not None and one.finished.status in FINISHED)
+    ]
+    if jobs > 1:
+        with ThreadPoolExecutor(jobs) as threads:
+            running = [threads.submit(run_cell, cell, config.timeout_s, out / LOGS, one_thread=True) for cell in todo]
+            for number, (cell, job) in enumerate(zip(todo, running, strict=True)):
+                announce(f"{cell.case.name}, {cell.entry.name}", number, len(todo))
+                job.result().append(out / RECEIPTS)
+        todo = []
+    for number, cell in enumerate(todo):
+        announce(f"{cell.case.name}, {cell.entry.name}", number, len(todo))
+        if published_shape(cell.case, plugins) is not None and not cell.directory.is_dir():
+            _make_model(cell, config.timeout_s, out)
+        receipt = run_cell(cell, config.timeout_s, out / LOGS)
+        receipt.append(out / RECEIPTS)
+        later = {other.directory for other in todo[number + 1 :]}
+        if not keep_models and cell.directory not in later and cell.directory.parent == out / MODELS:
+            shutil.rmtree(cell.directory, ignore_errors=True)
+    announce("done", len(todo), len(todo))
+    keys = {one.cell.key for one in planned}
+    return [receipt for receipt in receipts_in(out) if receipt.config.get("key") in keys]
+
+
+def run_cell(cell: Cell, timeout_s: float, logs: Path, one_thread: bool = False) -> Receipt:
+    """Run a cell in a process of its own; a crash, a kill and a time-out become receipts as well."""
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{cell.key}.log"
+    with tempfile.TemporaryDirectory() as folder:
+        spec, out = Path(folder) / "spec.json", Path(folder) / "receipt.json"
+        spec.write_text(json.dumps(cell.to_json()), encoding="utf-8")
+        threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
+        ended = _in_a_process(["-m", "poros_bench.cell", str(spec), str(out)], log, timeout_s, threads)
+        if out.is_file():
+            return read_receipts(out)[0]
+    if ended is None:
+        return receipt_of(cell, status="error", reason=f"stopped after {timeout_s:.0f} s")
+    tail = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-1:]
+    what = f"killed by signal {-ended}" if ended < 0 else f"ended with exit code {ended}"
+    return receipt_of(cell, status="error", reason=f"{what}: {' '.join(tail)[:300]}")
+
+
+def _in_a_process(
+    arguments: Sequence[str], log: Path, timeout_s: float, environment: Mapping[str, str] = MappingProxyType({})
+) -> int | None:
+    """Exit code of a Python process; None if it ran out of time and was stopped with all its children."""
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        )
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _make_model(cell: Cell, timeout_s: float, out: Path) -> None:
+    (out / LOGS).mkdir(parents=True, exist_ok=True)
+    cell.directory.parent.mkdir(parents=True, exist_ok=True)
+    log = out / LOGS / f"{cell.directory.name}.log"
+    layers = "all" if cell.case.layers is None else str(cell.case.layers)
+    began = time.monotonic()
+    ended = _in_a_process(["-m", "poros_bench.models", cell.case.model, layers, str(cell.directory)], log, timeout_s)
+    if ended != 0:
+        shutil.rmtree(cell.directory.with_name(cell.directory.name + ".part"), ignore_errors=True)
+        took = time.monotonic() - began
+        raise PorosError(f"the checkpoint of {cell.case.model} couldn't be made ({took:.0f} s)", f"see {log}")

@@ -1,0 +1,176 @@
+"""Running a matrix: cells in processes of their own, results that survive, and what is not run again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poros.config import LoraPart
+from poros.errors import ConfigError
+from poros.plugins import load_plugins
+from poros.receipt import Receipt, read_receipts
+from poros.testing.checkpoints import make_checkpoint
+from poros_bench import matrix
+from poros_bench.cell import Cell, make_rows, receipt_of, rows_hash
+from poros_bench.config import Case, MatrixConfig, MethodEntry
+from poros_bench.matrix import RECEIPTS, cells_of, run_cell, run_matrix
+
+PLUGINS = load_plugins()
+
+
+def config(*methods: str, models: tuple[str, ...] = ("x",), **case: Any) -> MatrixConfig:
+    return MatrixConfig(
+        cases=tuple(Case(name=f"case {model[-1]}", model=model, **case) for model in models),
+        methods=tuple(MethodEntry(method=method) for method in methods),
+    )
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], list[str]]:
+    """faked(method -> status): cells aren't run; gives the list of those that would have been."""
+
+    def fake(statuses: dict[str, str]) -> list[str]:
+        ran: list[str] = []
+
+        def run(cell: Cell, timeout_s: float, logs: Path, one_thread: bool = False) -> Receipt:
+            ran.append(f"{cell.case.name}/{cell.entry.name}")
+            status: Any = statuses.get(cell.entry.name, "ok")
+            if status == "killed":
+                raise KeyboardInterrupt
+            return receipt_of(cell, status=status, s_step_median=1.0)
+
+        monkeypatch.setattr(matrix, "run_cell", run)
+        return ran
+
+    return fake
+
+
+def test_finished_cells_are_not_run_again(faked: Callable[..., list[str]], tmp_path: Path) -> None:
+    settings = config("poros", "resident", "unsloth", models=("x", "y"))
+    ran = faked({"resident": "oom", "unsloth": "error"})
+    receipts = run_matrix(settings, tmp_path / "out", PLUGINS)
+    assert len(ran) == len(receipts) == 6
+    with pytest.raises(ConfigError, match="holds results") as caught:
+        run_matrix(settings, tmp_path / "out", PLUGINS)
+    assert "--resume" in caught.value.hint
+    ran = faked({})
+    receipts = run_matrix(settings, tmp_path / "out", PLUGINS, resume=True)
+    assert ran == ["case x/unsloth", "case y/unsloth"]  # out of memory is a result, an error isn't
+    assert [receipt.status for receipt in receipts].count("ok") == 4
+    ran = faked({})
+    run_matrix(settings, tmp_path / "out", PLUGINS, resume=True)
+    assert ran == []
+
+
+def test_a_killed_run_leaves_whole_receipts(faked: Callable[..., list[str]], tmp_path: Path) -> None:
+    settings = config("poros", "resident", "unsloth")
+    faked({"unsloth": "killed"})
+    with pytest.raises(KeyboardInterrupt):
+        run_matrix(settings, tmp_path, PLUGINS)
+    assert len(read_receipts(tmp_path / RECEIPTS)) == 2
+    ran = faked({})
+    assert len(run_matrix(settings, tmp_path, PLUGINS, resume=True)) == 3
+    assert ran == ["case x/unsloth"]
+
+
+def test_another_setting_is_another_cell(faked: Callable[..., list[str]], tmp_path: Path) -> None:
+    faked({})
+    run_matrix(config("poros", steps=10), tmp_path, PLUGINS)
+    ran = faked({})
+    run_matrix(config("poros", steps=20), tmp_path, PLUGINS, resume=True)
+    assert len(ran) == 1
+    one = cells_of(config("poros", steps=10), tmp_path, PLUGINS)[0]
+    assert one.finished is not None
+
+
+def test_only_some_cells(faked: Callable[..., list[str]], tmp_path: Path) -> None:
+    settings = config("poros", "resident", models=("x", "y"))
+    for only, count in (("case x/poros", 1), ("*/resident", 2), ("case y", 2), ("case y/*", 2)):
+        ran = faked({})
+        run_matrix(settings, tmp_path / only.replace("/", "_"), PLUGINS, only=only)
+        assert len(ran) == count
+    with pytest.raises(ConfigError, match="names no cell") as caught:
+        run_matrix(settings, tmp_path, PLUGINS, only="case z/poros")
+    assert "case x/poros" in caught.value.hint
+
+
+def cell(directory: Path, method: str, **case: Any) -> Cell:
+    values: dict[str, Any] = {"steps": 2, "passes": 2, "warm_up": 1, "length": 16, "lora": LoraPart(rank=2), **case}
+    return Cell(Case(name="tiny", model=str(directory), **values), MethodEntry(method=method), directory, "tiny")
+
+
+def test_a_crash_and_a_time_out_are_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = run_cell(cell(tmp_path, "poros"), 100, tmp_path / "logs")  # there is no checkpoint
+    assert broken.status == "error"
+    assert "config.json" in (broken.reason or "")
+    assert broken.provenance.python
+    monkeypatch.setattr(matrix, "_in_a_process", lambda arguments, log, *rest: log.write_text("last words\n") and -11)
+    died = run_cell(cell(tmp_path, "poros"), 100, tmp_path / "logs")
+    assert died.status == "error"
+    assert died.reason == "killed by signal 11: last words"
+    monkeypatch.undo()
+    slow = run_cell(cell(tmp_path, "poros"), 0.01, tmp_path / "logs")
+    assert slow.reason == "stopped after 0 s"
+    assert slow.config["key"] == died.config["key"]
+
+
+def test_a_method_that_is_not_installed_is_skipped(tmp_path: Path) -> None:
+    receipt = run_cell(cell(tmp_path, "unsloth"), 100, tmp_path / "logs")
+    assert receipt.status == "skipped"
+    assert receipt.reason == "not installed: unsloth"
+
+
+def test_cells_train_the_same_and_get_the_same_losses(tmp_path: Path) -> None:
+    """For real, in processes of their own: a tiny model by stock and by Poros within a budget."""
+    family = PLUGINS.architecture_for("qwen2")
+    directory = make_checkpoint(tmp_path / "model", family, {})
+    settings = MatrixConfig(
+        cases=(cell(directory, "poros", accumulation=2).case,),
+        methods=(MethodEntry(method="resident"), MethodEntry(method="poros", vram="least")),
+    )
+    stock, ours = run_matrix(settings, tmp_path / "out", PLUGINS, jobs=2)
+    assert (stock.status, ours.status) == ("ok", "ok"), (stock.reason, ours.reason)
+    assert stock.losses == ours.losses
+    assert len(stock.losses) == 5
+    assert stock.steps == 4
+    assert len(stock.passes) == 2
+    for name in ("data_hash", "trainable_parameters", "tokens_per_step", "dtype_policy"):
+        assert getattr(stock, name) == getattr(ours, name) is not None
+    assert ours.plan is not None
+    assert ours.plan["placements"] == ours.config["stream"]
+    assert ours.copied_gb_per_step
+
+
+def test_rows_are_the_same_for_everybody(tmp_path: Path) -> None:
+    case = Case(name="a", model="x", length=8, batch_size=2, accumulation=3, steps=4)
+    rows = make_rows(case, 100)
+    assert len(rows) == 12
+    assert all(len(row) == 8 and all(0 <= token < 100 for token in row) for batch in rows for row in batch)
+    assert rows_hash(rows) == rows_hash(make_rows(case, 100))
+    assert rows_hash(rows) != rows_hash(make_rows(case.model_copy(update={"seed": 1}), 100))
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"input_ids": list(range(n, n + 10))}) for n in range(5)))
+    own = make_rows(case.model_copy(update={"dataset": str(file)}), 100)
+    assert own[0] == [list(range(8)), list(range(1, 9))]
+
+
+def test_no_method_is_imported_where_it_is_not_run() -> None:
+    """unsloth patches transformers when it is imported: only its own cell's process may do so."""
+    code = (
+        "import sys, types\n"
+        "class Trap:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        assert not name.startswith('unsloth'), 'imported'\n"
+        "import importlib.util\n"
+        "import poros_bench.plugin, poros_bench.matrix, poros_bench.cli\n"
+        "sys.meta_path.insert(0, Trap())\n"
+        "import poros_bench.ways, poros_bench.quick, poros_bench.report\n"
+        "assert 'unsloth' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
