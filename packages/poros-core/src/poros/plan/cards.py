@@ -1,7 +1,8 @@
 """Graphics cards: what a plan needs to know of one.
 
-The H200's figures were measured (docs/lab-notes.md). Those of the others are their makers', scaled by what the H200
-reaches of its own; a plan for them is an estimate until `poros doctor` has measured the machine.
+The H200's speeds were measured there. Those of the others are their makers', scaled by what the H200 reaches of its own;
+a plan for them is an estimate. In a run the link is measured first. What a process takes beside torch's memory is an
+assumption that no receipt holds yet.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Card:
     tflops: float
     memory_gb_s: float
     kernel_us: float = 3.65
-    context_gb: float = 0.6
+    context_gb: float = 0.9
     workspace_gb: float = 2 * 33_554_432 / 1e9
 
 
 _REACHED = {"link": 55.4 / 64, "tflops": 734 / 989, "memory": 3850 / 4800}
-"""Measured on the H200 over its maker's figures: PCIe 5.0 x16, dense bf16, HBM3e."""
+"""Reached on the H200 over its maker's figures: PCIe 5.0 x16, dense bf16, HBM3e."""
 
 
 def _card(name: str, vram_gb: float, link: float, tflops: float, memory: float) -> Card:
