@@ -1,8 +1,8 @@
 """Graphics cards: what a plan needs to know of one.
 
 The H200's speeds were measured there. Those of the others are their makers', scaled by what the H200 reaches of its
-own; a plan for them is an estimate. In a run the link is measured first. What a process takes beside torch's memory is an
-assumption that no receipt holds yet.
+own; a plan for them is an estimate. In a run the link is measured first. What a process takes beside torch's memory is
+an assumption that no receipt holds yet.
 """
 
 from __future__ import annotations
