@@ -44,7 +44,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy in strict mode over the four packages."""
-    install_packages(session, "mypy==2.4.1", "types-PyYAML")
+    install_packages(session, "mypy==2.4.1", "types-PyYAML", "pytest")  # the conformance suite is a pytest class
     session.run("mypy")
 
 
