@@ -132,6 +132,7 @@ def test_the_limit_is_set_and_lifted(
 ) -> None:
     """On a GPU torch is told how much it may take beside the context."""
     told: list[float] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 10**9, 10 * 10**9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: told.append(part))
     model = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, vram="2GB", tokens=64)

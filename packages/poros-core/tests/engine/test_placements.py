@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,30 @@ def test_host_memory_of_boundaries_is_used_again() -> None:
     del abandoned  # a forward pass without a backward pass
     assert boundaries.nbytes == 8 * 4 * 8 * 4
     boundaries.close()
+
+
+def test_nothing_is_held_on_the_device_once_it_was_used(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    """Autograd's graph lives as long as the loss does, and with it whatever a block's function holds."""
+    model = poros.load(
+        checkpoint("qwen2", {}), lora=lora_config(LoraPart(rank=4)), device="cpu", plugins=plugins, boundaries="host"
+    )
+    brought: list[weakref.ref[torch.Tensor]] = []
+    boundaries = engine_of(model).boundaries
+    assert boundaries is not None
+    bring = boundaries.bring
+
+    def seen(host: torch.Tensor, gone: Any) -> tuple[torch.Tensor, Any]:
+        found = bring(host, gone)
+        brought.append(weakref.ref(found[0]))
+        return found
+
+    boundaries.bring = seen  # type: ignore[method-assign]
+    ids = torch.arange(24).view(1, -1)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert len(brought) == 5
+    assert [tensor() for tensor in brought] == [None] * 5
+    assert loss.grad_fn is not None
 
 
 # -- the optimizer ----------------------------------------------------------------------------------------------------

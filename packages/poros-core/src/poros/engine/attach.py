@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import torch
 from torch import nn
 
 from poros.checkpoint.frozen import frozen_tensors
@@ -89,8 +88,6 @@ def attach(
     engine.plan = plan
     start_streaming(base, parts.decoder, engine)
     if own is not None:
-        if parts.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the model took before counts against the limit
         enforce(own, parts.device)
     return model
 

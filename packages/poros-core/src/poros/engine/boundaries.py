@@ -187,6 +187,8 @@ class _Away:
         assert self._back is not None
         hidden, arrival = self._back
         self._boundaries.wait(arrival)
+        # Not held here: autograd keeps this object until the whole graph is dropped, which is after the backward pass.
+        self._back = None
         return hidden
 
     def __del__(self) -> None:

@@ -180,6 +180,7 @@ def enforce(plan: Plan, device: torch.device) -> None:
     if device.type != "cuda" or plan.budget_bytes is None:
         return
     _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.empty_cache()  # what was there before and is no longer used counts too
     for_torch = plan.budget_bytes - plan.device["context"]
     torch.cuda.set_per_process_memory_fraction(min(1.0, for_torch / total), device)
 
