@@ -19,7 +19,7 @@ from poros.engine.attach import attach
 from poros.engine.budget import budget_bytes, card_of, host_bytes_free, planned, process_bytes
 from poros.engine.engine import engine_of
 from poros.engine.measured import plan_record
-from poros.errors import BudgetError, ConfigError, UnsupportedError
+from poros.errors import BudgetError, ConfigError, StreamError, UnsupportedError
 from poros.parity.stock import Work, load_stock
 from poros.plan.fit import dimensions_of
 from poros.plugins import Plugins
@@ -59,18 +59,23 @@ def test_a_plan_is_followed(checkpoint: Callable[..., Path], plugins: Plugins) -
         lora=lora_config(LoraPart(rank=4)),
         device="cpu",
         plugins=plugins,
-        vram="0.85MB",
+        vram="0.9MB",
         tokens=64,
     )
     engine = engine_of(model)
     assert engine.plan is not None
     assert engine.config == engine.plan.stream
-    assert engine.plan.device_bytes <= 850_000
-    assert engine.config.vram == "0.85MB"
-    assert engine.config.optimizer == "device"  # it is the caller's own
+    assert engine.plan.device_bytes <= 900_000
+    assert engine.config.vram == "0.9MB"
+    assert engine.config.optimizer == engine.config.head == "device"  # optimizer and loss are the caller's own
+    model.train()
+    ids = torch.arange(65).view(1, -1)
+    with pytest.raises(StreamError, match="65 tokens"):
+        model(input_ids=ids, labels=ids)
+    model(input_ids=ids[:, :64], labels=ids[:, :64]).loss.backward()
     record = plan_record(model)
     assert record is not None
-    assert record["vram_budget_gb"] == 0.00085
+    assert record["vram_budget_gb"] == 0.0009
     assert record["measured_components"]["adapters"] == record["components"]["adapters"]
     roomy = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, vram="1GB", tokens=64)
     assert engine_of(roomy).config.resident in ("all", 5)
@@ -81,6 +86,15 @@ def test_attach_plans_too(checkpoint: Callable[..., Path], plugins: Plugins) -> 
     model: Any = attach(stock, plugins=plugins, vram="1GB", tokens=64, slots=1)
     assert engine_of(model).plan is not None
     assert engine_of(model).config.slots == 1
+
+
+def test_attach_refuses_to_plan_for_a_widened_model(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    from peft import prepare_model_for_kbit_training
+
+    stock = load_stock(checkpoint("qwen2", {}), lora_config(LoraPart(rank=4)), 0, CPU)
+    prepare_model_for_kbit_training(stock)
+    with pytest.raises(UnsupportedError, match="float32"):
+        attach(stock, plugins=plugins, vram="1GB", tokens=64)
 
 
 def test_too_small_a_budget_is_refused_before_a_weight_is_read(

@@ -33,7 +33,7 @@ from poros.errors import UnsupportedError
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import compare
 from poros.plugins import Plugins
-from poros.testing.transfers import Adversary
+from poros.testing.transfers import Adversary, Procrastinator
 
 CPU = torch.device("cpu")
 
@@ -265,6 +265,7 @@ def test_blocks_are_taken_out_of_their_slots(
     assert poison.poisoned > 0
 
 
+@pytest.mark.parametrize("transfer", [Adversary, Procrastinator])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 @pytest.mark.parametrize(("slots", "resident", "accumulation"), [(1, 0, 1), (2, 0, 3), (2, 1, 1), (3, 4, 2)])
 def test_the_head_takes_the_place_of_what_was_taken_out(
@@ -272,6 +273,7 @@ def test_the_head_takes_the_place_of_what_was_taken_out(
     slots: int,
     resident: int,
     accumulation: int,
+    transfer: Any,
     fusing: None,
     checkpoint: Callable[..., Path],
     families: dict[str, Architecture],
@@ -280,14 +282,13 @@ def test_the_head_takes_the_place_of_what_was_taken_out(
     """Slots, restored weights and head share one piece of memory; an evaluation comes in between."""
     architecture = families[family]
     work = Work(steps=3, length=16, accumulation=accumulation, learning_rate=1e-2)
-    poison = Adversary(seed=slots)
     stock, streamed, executor = models(
         checkpoint(family, {"vocab_size": 4096}),
         plugins,
         architecture,
         slots=slots,
         resident=resident,
-        transfer=poison,
+        transfer=transfer(),
         embedding="host",
         head="host",
         optimizer="host",
@@ -312,7 +313,6 @@ def test_the_head_takes_the_place_of_what_was_taken_out(
         assert torch.equal(evaluated(stock, ids), evaluated(streamed, ids))
         if engine.gradients is None:
             assert same(step(stock, ids), step(streamed, ids))
-    assert poison.poisoned > 0
 
 
 @pytest.mark.parametrize(("family", "unused"), [("qwen2", {"mlp.down_proj"}), ("gemma3", set())])

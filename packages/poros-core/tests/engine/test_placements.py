@@ -214,9 +214,11 @@ def test_attach_takes_the_weights_to_the_host(
     stock = load_stock(checkpoint("qwen2", config), lora, 0, CPU)
     model: Any = attach(stock, plugins=plugins, **ALL_ON_HOST)
     base = causal_lm(model)
-    for module in (base.lm_head, base.model.embed_tokens):
-        assert module.weight.untyped_storage().nbytes() == 2  # a placeholder
-    assert (base.lm_head.weight is base.model.embed_tokens.weight) == tied
+    weights = [module._parameters["weight"] for module in (base.lm_head, base.model.embed_tokens)]
+    assert all(weight.untyped_storage().nbytes() == 2 for weight in weights)  # placeholders
+    assert (weights[0] is weights[1]) == tied
+    with pytest.raises(StreamError, match="reads the head's weight"):
+        base.lm_head.weight.sum()
     parameters = sum(p.numel() for p in load_stock(checkpoint("qwen2", config), lora, 0, CPU).parameters())
     assert sum(p.numel() for p in model.parameters()) == parameters
     result = compare(
@@ -415,6 +417,33 @@ def test_a_state_is_taken_over(source: type[torch.optim.AdamW]) -> None:
     for one, other in ((straight, first), (resumed, second)):
         steps(other, one, 3, 2)  # type: ignore[arg-type]
     assert all(torch.equal(one, other) for one, other in zip(straight, resumed, strict=True))
+
+
+def test_a_state_that_was_dropped_is_gone() -> None:
+    ours, theirs = make_parameters(0), make_parameters(0)
+    optimizers = HostAdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+    for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
+        steps(optimizer, parameters, 3, 1)
+        fresh = optimizer.state_dict()
+        del fresh["state"][2]
+        optimizer.load_state_dict(fresh)
+        steps(optimizer, parameters, 2, 2)
+        optimizer.state.clear()
+        steps(optimizer, parameters, 2, 3)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(8, 24, 16, 24), (24, 8, 16)])
+def test_shorter_rows_take_no_host_memory_of_their_own(lengths: tuple[int, ...]) -> None:
+    boundaries = HostBoundaries(CPU)
+    for length in lengths:
+        kept = [boundaries.put(torch.full((1, length, 8), float(n))) for n in range(5)]
+        for n, boundary in reversed(list(enumerate(kept))):
+            hidden = boundary.take()
+            assert hidden.shape == (1, length, 8)
+            assert hidden.unique().tolist() == [n]
+        del kept, boundary
+    assert boundaries.nbytes <= 8 * (24 + (8 if lengths[0] == 8 else 0)) * 8 * 4
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 200, 10_000_000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -13,12 +14,12 @@ import pytest
 from poros.config import LoraPart, StreamConfig
 from poros.dimensions import ModelDimensions, gated_layer
 from poros.errors import BudgetError, ConfigError
-from poros.plan.cards import CARDS, Card, find_card
+from poros.plan.cards import CARDS, Card, card_named, find_card
 from poros.plan.fit import fit, fixed_settings, make_job, stock_bytes
 from poros.plan.job import Job
 from poros.plan.memory import device_components, host_components
 from poros.plan.search import CHOICES, best_plan, curve, describe, smallest_plan
-from poros.plan.seconds import step_seconds
+from poros.plan.seconds import copied_bytes, step_seconds
 from poros.plugins import load_plugins
 
 SMALL = ModelDimensions(
@@ -54,12 +55,23 @@ def every_stream(job: Job) -> list[StreamConfig]:
     return streams
 
 
+MIXED = [gated_layer(hidden=512, inner=1024 if index % 3 else 4096, query=512, key_value=256) for index in range(6)]
+"""Layers of several sizes, as in Gemma 4."""
+
+
+@pytest.mark.parametrize(
+    ("change", "block_size"), [({}, 1), ({"tied": True}, 2), ({"layers": MIXED}, 1), ({"shares": True}, 1)]
+)
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_no_combination_is_faster_than_the_plan(micro_batches: int, tied: bool, graphs: bool) -> None:
-    dimensions = ModelDimensions(**{**vars(SMALL), "tied": tied})
-    job = Job(dimensions=dimensions, tokens=64, micro_batches=micro_batches, rank=4, graphs=graphs)
+def test_no_combination_is_faster_than_the_plan(
+    micro_batches: int, change: dict[str, Any], block_size: int, graphs: bool
+) -> None:
+    dimensions = ModelDimensions(**{**vars(SMALL), **change})
+    graphs = graphs and not dimensions.shares
+    job = Job(
+        dimensions=dimensions, tokens=64, micro_batches=micro_batches, rank=4, graphs=graphs, block_size=block_size
+    )
     costs = [
         (sum(device_components(job, stream, TIGHT).values()), step_seconds(job, stream, TIGHT).step)
         for stream in every_stream(job)
@@ -112,10 +124,10 @@ def test_what_the_user_has_set_is_left_alone() -> None:
 
 
 def test_a_refusal_names_the_smallest_budget_and_what_helps() -> None:
-    job = published("qwen2.5-72b", tokens=4 * 2048)
+    job = published("qwen2.5-72b", tokens=4 * 2048, rows=4)
     smallest = smallest_plan(job, CARDS["h200"]).device_bytes
     with pytest.raises(BudgetError) as caught:
-        fit(job, CARDS["h200"], 5 * 10**9, StreamConfig(), rows=4)
+        fit(job, CARDS["h200"], 5 * 10**9, StreamConfig())
     assert f"{smallest / 1e9:.1f} GB" in caught.value.message
     assert "one row at a time" in caught.value.hint
     assert caught.value.hint.count(" GB") == 2
@@ -202,3 +214,47 @@ def test_host_memory_counts_what_goes_there() -> None:
     assert many["boundaries"] == 64 * job.hidden_bytes
     assert few["head"] == few["embedding"] == few["moments"] == few["boundaries"] == 0
     assert few["base"] == many["base"] == sum(job.block_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5070 Ti", "rtx-5070-ti"),
+        ("NVIDIA L40", None),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA H200", "h200"),
+        ("Tesla T4", None),
+    ],
+)
+def test_drivers_names(name: str, card: str | None) -> None:
+    found = card_named(name)
+    assert (None if found is None else found.id) == card
+
+
+def test_micro_batches_that_go_one_by_one() -> None:
+    """Where layers share, or everything is kept: the base travels for each, and gradients wait."""
+    sharing = Job(dimensions=ModelDimensions(**{**vars(SMALL), "shares": True}), tokens=64, graphs=False)
+    four = dataclasses.replace(sharing, micro_batches=4)
+    assert copied_bytes(four, StreamConfig()) == 4 * copied_bytes(sharing, StreamConfig())
+    plain = Job(dimensions=SMALL, tokens=64)
+    assert copied_bytes(dataclasses.replace(plain, micro_batches=4), StreamConfig()) == copied_bytes(
+        plain, StreamConfig()
+    )
+    kept = StreamConfig(resident="all", recompute=False)
+    one, many = (device_components(dataclasses.replace(plain, micro_batches=n), kept, TIGHT) for n in (1, 4))
+    assert many["boundaries"] == one["boundaries"]
+    assert many["gradients"] == plain.adapter_bytes
+
+
+def test_dropout_takes_memory() -> None:
+    job = published("qwen2.5-7b")
+    assert best_plan(dataclasses.replace(job, dropout=True), CARDS["h200"], 4 * 10**9) is not None
+    less, more = (
+        device_components(dataclasses.replace(job, dropout=dropout), StreamConfig(), CARDS["h200"])
+        for dropout in (False, True)
+    )
+    assert more["activations of a block"] > 1.2 * less["activations of a block"]

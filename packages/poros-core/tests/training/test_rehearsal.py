@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -17,10 +18,19 @@ from poros.plugins import Plugins
 from poros.training.rehearsal import rehearse
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_nothing_is_left(micro_batches: int, checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+def test_nothing_is_left(
+    micro_batches: int, place: Literal["device", "host"], checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
     model = poros.load(
-        checkpoint("gemma3", {}), lora=lora_config(LoraPart(rank=4, dropout=0.1)), seed=0, device="cpu", plugins=plugins
+        checkpoint("gemma3", {}),
+        lora=lora_config(LoraPart(rank=4, dropout=0.1)),
+        seed=0,
+        device="cpu",
+        plugins=plugins,
+        optimizer=place,
+        gradients=place,
     )
     model.eval()
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -29,6 +39,8 @@ def test_nothing_is_left(micro_batches: int, checkpoint: Callable[..., Path], pl
     assert engine_of(model).streamer.counts.visits >= 10
     assert torch.equal(torch.get_rng_state(), state)
     assert not model.training
+    kept = engine_of(model).gradients
+    assert kept is None or not any(parameter in kept for parameter in model.parameters())
     for name, parameter in model.named_parameters():
         assert parameter.grad is None
         assert name not in before or torch.equal(parameter, before[name])

@@ -14,8 +14,8 @@ from rich.table import Table
 from poros.architecture import Architecture
 from poros.config import LoraPart, StreamConfig, assigned, parse_size, validated
 from poros.errors import BudgetError, CheckpointError, ConfigError
-from poros.plan.cards import CARDS, Card, find_card
-from poros.plan.fit import dimensions_of, fit, make_job, stock_bytes
+from poros.plan.cards import CARDS, Card, card_named, find_card
+from poros.plan.fit import dimensions_of, fit, fixed_settings, make_job, stock_bytes
 from poros.plan.job import Job
 from poros.plan.published import figures_of
 from poros.plan.search import Plan, curve, describe, smallest_plan
@@ -57,15 +57,16 @@ def plan(
     architecture, values = _find(model, context.obj)
     stream = validated(StreamConfig, assigned(set_ or ()), "stream")
     job = make_job(
-        dimensions_of(architecture, values), LoraPart(rank=rank), batch * seq, accumulate, stream, graphs=True
+        dimensions_of(architecture, values), LoraPart(rank=rank), batch * seq, accumulate, stream, True, batch
     )
     budget = _size("--vram", vram) if vram is not None else round(card.vram_gb * 1e9)
     try:
-        chosen = fit(job, card, budget, stream, None if host_ram is None else _size("--host-ram", host_ram), rows=batch)
+        chosen = fit(job, card, budget, stream, None if host_ram is None else _size("--host-ram", host_ram))
     except BudgetError as error:
         if as_json:
-            smallest = smallest_plan(job, card, stream)
-            typer.echo(json.dumps({"fits": False, "message": error.message, "smallest": smallest.to_json()}))
+            smallest = smallest_plan(job, card, stream, fixed_settings(stream))
+            answer = {"fits": False, "message": error.message, "hint": error.hint, "smallest": smallest.to_json()}
+            typer.echo(json.dumps(answer))
         else:
             Console(stderr=True, soft_wrap=True, highlight=False).print(
                 f"{error.message}\n[bold]what helps:[/] {error.hint}"
@@ -81,7 +82,7 @@ def plan(
         from poros.plan.drawing import draw_curve
 
         title = f"{model}, {accumulate} x {batch * seq} tokens, rank {rank}, {card.name}"
-        draw_curve(plot, title, plans, chosen, stock, figures_of(model))
+        draw_curve(plot, title, plans, chosen, stock, figures_of(model) if batch * seq * accumulate == 512 else [])
     if not as_json:
         _print(Console(soft_wrap=True, highlight=False), model, job, card, note, chosen, plans, stock)
         if plot is not None:
@@ -97,10 +98,10 @@ def _card(name: str | None) -> tuple[Card, str]:
     here = gpu_name()
     if here is None:
         return CARDS["rtx-4090"], "no GPU here: planned for an RTX 4090; name another with --gpu"
-    known = [card for card in CARDS.values() if card.name.lower() in here.lower()]
-    if not known:
+    known = card_named(here)
+    if known is None:
         return CARDS["rtx-4090"], f"{here} is not known: planned for an RTX 4090; name another with --gpu"
-    return max(known, key=lambda card: len(card.name)), ""
+    return known, ""
 
 
 def _size(flag: str, text: str) -> int:

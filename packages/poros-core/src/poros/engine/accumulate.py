@@ -246,7 +246,7 @@ def _backward(
                         hidden, one.batch, surroundings, adapters, one.hidden, needs_hidden=block > lowest
                     )
                 if engine.gradients is not None:
-                    engine.gradients.add(adapters, gradients)
+                    engine.executor.gradients_to_host(adapters, gradients)
                 else:
                     _add(adapters, gradients)
                 if first is not None:

@@ -11,7 +11,7 @@ from poros.checkpoint.reader import make_packings
 from poros.checkpoint.skeleton import placeholder
 from poros.config import StreamConfig, StreamOptions, validated
 from poros.engine.adapters import lora_part
-from poros.engine.budget import OWN_OPTIMIZER, enforce, planned
+from poros.engine.budget import OWN_LOOP, enforce, planned
 from poros.engine.engine import ENGINE, Engine, check_trainable, engine_of, start_streaming
 from poros.engine.loss import check_loss
 from poros.engine.parts import DecoderParts, causal_lm, config_of
@@ -65,9 +65,15 @@ def attach(
     check_trainable(model, architecture)
     own = None
     if plan is None and config.vram is not None:
+        wide = [name for name, p in base.named_parameters() if p.dtype.itemsize > 2 and not p.requires_grad]
+        if wide:
+            raise UnsupportedError(
+                f"{wide[0]} is in float32, and a plan counts with 16 bit",
+                "leave prepare_model_for_kbit_training out, or choose slots and placements instead of vram",
+            )
         adapters = getattr(model, "peft_config", None) or {}
         lora = lora_part(next(iter(adapters.values()), None))
-        own = planned(config, architecture, base.config.to_dict(), lora, device=parts.device, fixed=OWN_OPTIMIZER)
+        own = planned(config, architecture, base.config.to_dict(), lora, device=parts.device, fixed=OWN_LOOP)
         if own is not None:
             plan, config = own, own.stream
     places = [frozen_tensors(layer) for layer in parts.layers]

@@ -91,7 +91,7 @@ class HostBoundaries:
         self._device = device
         self._tier: Tier = tier
         self._stores: list[HostStore] = []
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: list[Tensor] = []
         self._leaving: deque[tuple[Tensor, Any]] = deque()
         on_gpu = device.type == "cuda"
         self._out: Any = torch.cuda.Stream(device) if on_gpu else None
@@ -99,10 +99,11 @@ class HostBoundaries:
 
     def put(self, hidden: Tensor) -> Boundary:
         hidden = hidden.detach()
-        host = self._room(hidden)
+        room = self._room(hidden.nbytes)
+        host = room[: hidden.nbytes].view(hidden.dtype).view(hidden.shape)
         if self._out is None:
             host.copy_(hidden)
-            return _Away(self, host, None, hidden.device)
+            return _Away(self, room, host, None)
         compute = torch.cuda.current_stream(self._device)
         self._out.wait_stream(compute)
         with torch.cuda.stream(self._out):
@@ -112,7 +113,7 @@ class HostBoundaries:
         self._leaving.append((hidden, gone))
         while len(self._leaving) > _MOST_LEAVING:
             compute.wait_event(self._leaving.popleft()[1])
-        return _Away(self, host, gone, hidden.device)
+        return _Away(self, room, host, gone)
 
     def bring(self, host: Tensor, gone: Any) -> tuple[Tensor, Any]:
         """Start copying an activation back.
@@ -138,11 +139,11 @@ class HostBoundaries:
         if arrival is not None:
             torch.cuda.current_stream(self._device).wait_event(arrival)
 
-    def free(self, host: Tensor, arrival: Any) -> None:
+    def free(self, room: Tensor, arrival: Any) -> None:
         """Take host memory back; it is written again only after the arrival."""
         if arrival is not None and self._out is not None:
             self._out.wait_event(arrival)
-        self._free.setdefault(host.nbytes, []).append(host.view(-1).view(torch.uint8))
+        self._free.append(room)
 
     def close(self) -> None:
         """Give all host memory back; nothing is on its way afterwards."""
@@ -154,14 +155,16 @@ class HostBoundaries:
         while self._stores:
             self._stores.pop().close()
 
-    def _room(self, hidden: Tensor) -> Tensor:
-        free = self._free.setdefault(hidden.nbytes, [])
-        if not free:
-            store = make_store([hidden.nbytes] * _AT_A_TIME, self._tier, self._device)
+    def _room(self, nbytes: int) -> Tensor:
+        """Host memory of at least so many bytes: the smallest that is free. Shorter rows need none of their own."""
+        fitting = [number for number, room in enumerate(self._free) if room.numel() >= nbytes]
+        if not fitting:
+            store = make_store([nbytes] * _AT_A_TIME, self._tier, self._device)
             self._stores.append(store)
-            self.nbytes += hidden.nbytes * _AT_A_TIME
-            free += [store.slab(index) for index in range(_AT_A_TIME)]
-        return free.pop().view(hidden.dtype).view(hidden.shape)
+            self.nbytes += nbytes * _AT_A_TIME
+            fitting = list(range(len(self._free), len(self._free) + _AT_A_TIME))
+            self._free += [store.slab(index) for index in range(_AT_A_TIME)]
+        return self._free.pop(min(fitting, key=lambda number: self._free[number].numel()))
 
 
 _MOST_LEAVING = 2
@@ -172,8 +175,9 @@ _AT_A_TIME = 8
 
 
 class _Away:
-    def __init__(self, boundaries: HostBoundaries, host: Tensor, gone: Any, device: torch.device) -> None:
+    def __init__(self, boundaries: HostBoundaries, room: Tensor, host: Tensor, gone: Any) -> None:
         self._boundaries = boundaries
+        self._room = room
         self._host = host
         self._gone = gone
         self._back: tuple[Tensor, Any] | None = None
@@ -195,4 +199,4 @@ class _Away:
         # Nobody wants it any more: after its backward pass, or because there was none.
         arrival = self._back[1] if self._back is not None else None
         self._boundaries.wait(arrival)
-        self._boundaries.free(self._host, arrival)
+        self._boundaries.free(self._room, arrival)

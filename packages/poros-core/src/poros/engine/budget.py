@@ -15,7 +15,7 @@ from poros.architecture import Architecture
 from poros.config import LoraPart, StreamConfig, parse_size
 from poros.dimensions import Values
 from poros.errors import BudgetError, ConfigError
-from poros.plan.cards import CARDS, Card
+from poros.plan.cards import CARDS, Card, card_named
 from poros.plan.fit import dimensions_of, fit, make_job
 from poros.plan.search import Plan
 from poros.provenance import host_ram_bytes
@@ -24,8 +24,8 @@ from poros.store.tiers import make_store
 MARGIN = 0.02
 """Part of the free memory that `auto` leaves to others."""
 
-OWN_OPTIMIZER = frozenset({"optimizer", "gradients"})
-"""What a plan leaves alone where the optimizer is the caller's."""
+OWN_LOOP = frozenset({"optimizer", "gradients", "head"})
+"""What a plan leaves alone where loop and loss are the caller's: a fused loss may read the head's weight itself."""
 
 PROBE_BYTES = 256_000_000
 """Size of the copies by which the link is measured."""
@@ -64,7 +64,7 @@ def planned(
     """
     if stream.vram is None:
         return None
-    tokens = stream.tokens or tokens
+    tokens = max(filter(None, (stream.tokens, tokens)), default=None)
     if tokens is None:
         raise ConfigError(
             "vram is given, but not the tokens of a micro-batch, on which memory depends",
@@ -74,8 +74,8 @@ def planned(
     budget = budget_bytes(stream.vram, device)
     dimensions = dimensions_of(architecture, values)
     dimensions = dataclasses.replace(dimensions, layers=dimensions.layers[:num_layers])
-    job = make_job(dimensions, lora, tokens, micro_batches, stream, device.type == "cuda")
-    return fit(job, card, budget, stream, host_bytes_free(), fixed, rows)
+    job = make_job(dimensions, lora, tokens, micro_batches, stream, device.type == "cuda", rows)
+    return fit(job, card, budget, stream, host_bytes_free(), fixed)
 
 
 def card_of(device: torch.device) -> Card:
@@ -83,9 +83,8 @@ def card_of(device: torch.device) -> Card:
     if device.type != "cuda":
         return dataclasses.replace(CARDS["h200"], id="cpu", name="no GPU", context_gb=0.0, workspace_gb=0.0)
     properties = torch.cuda.get_device_properties(device)
-    name = properties.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    known = [card for card in CARDS.values() if name.lower().startswith(card.name.lower())]
-    base = max(known, key=lambda card: len(card.name)) if known else CARDS["rtx-3060"]
+    known = card_named(properties.name)
+    base = known or CARDS["rtx-3060"]
     _, total = torch.cuda.mem_get_info(device)
     context = context_bytes(device)
     return dataclasses.replace(

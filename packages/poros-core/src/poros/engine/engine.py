@@ -185,6 +185,14 @@ class Engine:
             # The decoder would drop the other tokens between two of its layers, which recorders can't see.
             kwargs = {**kwargs, "logits_to_keep": 0}
         prologue = self._recording.run(stock_forward, args, kwargs)
+        assert prologue.hidden is not None
+        planned = None if self.plan is None else self.plan.tokens
+        here = prologue.hidden.shape[0] * prologue.hidden.shape[1]
+        if training and planned is not None and here > planned:
+            raise StreamError(
+                f"a micro-batch of {here} tokens, padding included, but {planned} were planned for",
+                "give more `tokens` with vram, or shorter or fewer rows at a time",
+            )
         if training:
             # The decoder may have made a cache, and masks that depend on having one. A block is run twice in training
             # and its second run would append again, so the layers don't get to see it.

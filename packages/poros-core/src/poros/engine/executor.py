@@ -179,8 +179,15 @@ class EagerExecutor:
         """Gradients for autograd to give to the adapters: none, if they go to the host."""
         if self.gradients is None:
             return list(gradients)
-        self.gradients.add(adapters, gradients)
+        self.gradients_to_host(adapters, gradients)
         return [None] * len(gradients)
+
+    def gradients_to_host(self, adapters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        """Take a block's gradients to the host. The first time, all adapters get their places, next to each other."""
+        assert self.gradients is not None
+        if any(not self.gradients.knows(parameter) for parameter in adapters):
+            self.gradients.register([p for block in range(len(self)) for p in self.adapters(block)])
+        self.gradients.add(adapters, gradients)
 
     def adapters(self, block: int) -> list[nn.Parameter]:
         """The trainable parameters of a block."""

@@ -44,6 +44,10 @@ class HostGradients:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._present
 
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has its place."""
+        return parameter in self._places
+
     def register(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take host memory for the gradients of parameters, one after the other in this order."""
         new = [parameter for parameter in parameters if parameter not in self._places]

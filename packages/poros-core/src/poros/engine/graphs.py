@@ -121,6 +121,7 @@ class GraphExecutor(EagerExecutor):
         self.buffers = Buffers(arena)
         self._takings: dict[Signature, dict[int, Callable[[], None]]] = {}
         self._taking_pool = Pool()
+        self._pool = Pool()
         self._tried: dict[Signature, bool] = {}
         self._hooked: set[int] = set()
         self._chain_pool = Pool()
@@ -198,7 +199,7 @@ class GraphExecutor(EagerExecutor):
         )
         if key not in self._shapes:
             arguments = {kind: call for kind, (call, _) in by_kind.items()}
-            self._shapes[key] = new_shape(hidden, arguments, restore_once, chained)
+            self._shapes[key] = new_shape(hidden, arguments, restore_once, chained, self._pool)
             self._alive.add(self._shapes[key])
             while len(self._shapes) > self._max_shapes:
                 self._shapes.popitem(last=False)
@@ -230,6 +231,7 @@ class GraphExecutor(EagerExecutor):
         surroundings = Surroundings.now(device)
         known = set(graphs.recorded)
         self._streamer.held = None  # warming up overwrites what was taken out
+        self._streamer.drop_head()
         try:
             for blocks in wanted.values():
                 self._record_blocks(graphs, blocks, surroundings)

@@ -15,7 +15,7 @@ from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, cut_layers, read_model_config
 from poros.config import StreamConfig, StreamOptions, validated
 from poros.engine.adapters import check_lora, check_targets, lora_part, narrowed, with_adapters
-from poros.engine.budget import OWN_OPTIMIZER, limited, planned
+from poros.engine.budget import OWN_LOOP, limited, planned
 from poros.engine.engine import Engine, check_trainable, start_streaming
 from poros.engine.loss import check_loss
 from poros.engine.parts import DecoderParts
@@ -96,7 +96,7 @@ def load(
     if plan is None and config.vram is not None:
         values = read_config(directory)
         own = planned(
-            config, architecture, values, lora_part(lora), num_layers=num_layers, device=where, fixed=OWN_OPTIMIZER
+            config, architecture, values, lora_part(lora), num_layers=num_layers, device=where, fixed=OWN_LOOP
         )
         if own is not None:
             plan, config = own, own.stream
@@ -133,7 +133,7 @@ def load(
         store = make_store([*reading.sizes, *vocabulary.slabs], config.tier, where)
         fill_outside(skeleton, shards, reading, where, vocabulary.tables(store))
         fill_store(skeleton, shards, reading, store, where, progress)
-    engine = Engine(parts, architecture, skeleton.layers, reading.packings, store, config, vocabulary, transfer)
-    engine.plan = plan
+        engine = Engine(parts, architecture, skeleton.layers, reading.packings, store, config, vocabulary, transfer)
+        engine.plan = plan
     start_streaming(skeleton.model, skeleton.decoder, engine)
     return streamed

@@ -27,7 +27,7 @@ def allocated_components(model: Any, optimizer: torch.optim.Optimizer | None = N
     decoder = base.get_submodule(family.decoder)
     inside = f"{family.decoder}.{family.layers}."
     tables = [module.weight for module in _outside(decoder, f"{family.layers}.") if isinstance(module, nn.Embedding)]
-    head = base.get_submodule(family.head).weight
+    head = base.get_submodule(family.head)._parameters["weight"]
     others = [
         tensor
         for module in _outside(base, inside)

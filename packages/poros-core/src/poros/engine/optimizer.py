@@ -11,6 +11,7 @@ reads the moments (`state_dict` does) must synchronise first.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -124,6 +125,8 @@ class HostAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, of this class or of torch's AdamW. Nothing of it goes to the device."""
         self.synchronize()
+        # Copies: what `state_dict` gave are the very tensors that are filled below.
+        saved_states = copy.deepcopy(state_dict["state"])
         super().load_state_dict({**state_dict, "state": {}})
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         pairs = [(parameter, bool(group["fused"])) for group in self.param_groups for parameter in group["params"]]
@@ -131,7 +134,7 @@ class HostAdamW(torch.optim.AdamW):
         for fused in (False, True):
             self._take_up([parameter for _, parameter, own in known if own == fused], fused)
         for name, parameter, _ in known:
-            saved = state_dict["state"][name]
+            saved = saved_states[name]
             self.state[parameter]["step"].copy_(torch.as_tensor(saved["step"]))
             for moment in MOMENTS:
                 self.state[parameter][moment].copy_(saved[moment])
@@ -142,13 +145,15 @@ class HostAdamW(torch.optim.AdamW):
             bench.synchronize()
 
     def _take_up(self, parameters: Sequence[nn.Parameter], fused: bool) -> None:
-        """Give parameters that haven't been seen yet their moments."""
+        """Give parameters that have no state yet their moments: zeros."""
+        if any(not self.state[parameter] and parameter in self._moments for parameter in parameters):
+            self.synchronize()
         new = [parameter for parameter in parameters if parameter not in self._moments]
         if new:
             nbytes = [2 * aligned(parameter.nbytes) for parameter in new]
             store = make_store([sum(nbytes)], self._tier, new[0].device)
             self._stores.append(store)
-            slab, start = store.slab(0).zero_(), 0
+            slab, start = store.slab(0), 0
             for parameter, size in zip(new, nbytes, strict=True):
                 self._moments[parameter] = _Moments(slab, start, start + size)
                 start += size
@@ -156,6 +161,8 @@ class HostAdamW(torch.optim.AdamW):
             if not self.state[parameter]:
                 place = self._moments[parameter]
                 first, second = _views(parameter, place.slab, place.start)
+                for moment in (first, second):
+                    moment.zero_()  # it may hold those of a state that was dropped
                 step = torch.zeros((), device=parameter.device if fused else "cpu")  # where torch keeps it too
                 self.state[parameter].update(step=step, exp_avg=first, exp_avg_sq=second)
 

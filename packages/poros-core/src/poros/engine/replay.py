@@ -90,7 +90,7 @@ class ShapeGraphs:
         copies: Key of a block outside a slot -> the copies of its layers.
         recorded: Key of a block, in a slot or outside one -> graphs.
         chain: Block -> its graphs, for blocks that keep their activations.
-        pool: For the graphs in `recorded`.
+        pool: For the graphs in `recorded`, of all shapes: what a replay leaves is copied out before the next one.
         stale: Whether something was missing when it was last looked for.
         full: The card had no room; this shape runs eagerly.
     """
@@ -284,7 +284,7 @@ def _taken(static: Results, needs_hidden: bool) -> tuple[Tensor | None, list[Ten
     return (first.clone() if needs_hidden and first is not None else None), gradients
 
 
-def new_shape(hidden: Tensor, calls: dict[str, Call], restore_once: bool, chained: bool) -> ShapeGraphs:
+def new_shape(hidden: Tensor, calls: dict[str, Call], restore_once: bool, chained: bool, pool: Pool) -> ShapeGraphs:
     """An empty entry for batches like this one."""
 
     def own(tensor: Tensor) -> Tensor:
@@ -298,6 +298,7 @@ def new_shape(hidden: Tensor, calls: dict[str, Call], restore_once: bool, chaine
         loaded={kind: [None] * len(tensors_of(call)) for kind, call in static.items()},
         restore_once=restore_once,
         chained=chained,
+        pool=pool,
     )
 
 

@@ -27,13 +27,14 @@ from poros.checkpoint.skeleton import placeholder
 from poros.config import StreamConfig
 from poros.engine.executor import Surroundings
 from poros.engine.parts import DecoderParts
-from poros.errors import UnsupportedError
+from poros.errors import StreamError, UnsupportedError
 from poros.store.store import HostStore
 from poros.stream.schedule import Phase
 from poros.stream.streamer import Streamer
 
 TABLE = "_poros_table"
 HEAD = "_poros_head"
+RUNNING = "_poros_running"
 
 
 class HostEmbedding(nn.Embedding):
@@ -78,20 +79,36 @@ class TravellingHead:
     @contextmanager
     def bound(self, head: nn.Module, phase: Phase) -> Iterator[int]:
         """The head with its weight in place; gives the stamp of its arrival."""
-        parameter: Any = head.weight
+        parameter: Any = head._parameters["weight"]
         empty = parameter.data
         with self.streamer.visit(self.block, phase) as lease:
             nbytes = empty.numel() * empty.element_size()
             # `data`: when it is overwritten, the stamp says so and not autograd's count of changes.
             parameter.data = lease.slot().buffer[:nbytes].data.view(self.dtype).view(self.shape)
+            head.__dict__[RUNNING] = True
             try:
                 yield lease.stamp
             finally:
+                head.__dict__[RUNNING] = False
                 parameter.data = empty
 
 
 class HostHead(nn.Linear):
     """Mixed into the class of a head whose weight travels."""
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """The weight while the head runs. Read at another time it would be a placeholder, and turn results into NaN.
+
+        Raises:
+            StreamError: the head isn't running.
+        """
+        if not self.__dict__.get(RUNNING):
+            raise StreamError(
+                "somebody reads the head's weight itself (a fused loss, a resized vocabulary), but it is on the host",
+                "set stream.head to device",
+            )
+        return self._parameters["weight"]
 
     def forward(self, input: Tensor) -> Tensor:
         """Logits, [..., vocabulary], of finished hidden states [..., hidden]."""
@@ -146,7 +163,8 @@ def let_travel(head: nn.Module, travelling: TravellingHead, device: torch.device
     stock = type(head)
     bases = (HostHead,) if stock is nn.Linear else (stock, HostHead)
     head.__dict__[HEAD] = dataclasses.replace(travelling)
-    head.weight = nn.Parameter(placeholder(travelling.dtype, travelling.shape, device), requires_grad=False)
+    empty = placeholder(travelling.dtype, travelling.shape, device)
+    head._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
     head.__class__ = type(stock.__name__, bases, {"__module__": stock.__module__})
 
 
@@ -247,7 +265,7 @@ class Vocabulary:
             assert streamer.head is not None
             let_travel(self.head, TravellingHead(streamer, streamer.head, tuple(table.shape), table.dtype), device)
             if self.tied_to is not None:
-                self.head.weight = self.embeddings[self.tied_to].weight
+                self.head._parameters["weight"] = self.embeddings[self.tied_to]._parameters["weight"]
 
 
 def _weight(module: nn.Module) -> Tensor:

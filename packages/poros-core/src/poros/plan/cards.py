@@ -91,3 +91,12 @@ def find_card(name: str) -> Card:
     if card is None:
         raise ConfigError(f"no card is called {name}", f"known are: {', '.join(CARDS)}")
     return card
+
+
+def card_named(name: str) -> Card | None:
+    """The card that a driver's name means ("NVIDIA A100-SXM4-80GB"), or None: none of the known ones, or a laptop's."""
+    words = set(name.upper().replace("-", " ").split())
+    if "LAPTOP" in words:
+        return None
+    known = [card for card in CARDS.values() if set(card.name.upper().split()) <= words]
+    return max(known, key=lambda card: len(card.name), default=None)

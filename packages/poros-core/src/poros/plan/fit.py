@@ -11,8 +11,8 @@ from poros.dimensions import ModelDimensions, Values, text_values
 from poros.errors import BudgetError, UnsupportedError
 from poros.plan.cards import Card
 from poros.plan.job import Job
-from poros.plan.memory import device_components
-from poros.plan.search import CHOICES, Plan, best_plan, smallest_plan
+from poros.plan.memory import device_components, host_components
+from poros.plan.search import CHOICES, Plan, best_plan, candidates, smallest_plan
 
 
 def dimensions_of(architecture: Architecture, config: Values) -> ModelDimensions:
@@ -33,7 +33,13 @@ def dimensions_of(architecture: Architecture, config: Values) -> ModelDimensions
 
 
 def make_job(
-    dimensions: ModelDimensions, lora: LoraPart, tokens: int, micro_batches: int, stream: StreamConfig, graphs: bool
+    dimensions: ModelDimensions,
+    lora: LoraPart,
+    tokens: int,
+    micro_batches: int,
+    stream: StreamConfig,
+    graphs: bool,
+    rows: int = 1,
 ) -> Job:
     """The job that a run's settings describe.
 
@@ -44,10 +50,13 @@ def make_job(
         micro_batches: Per optimizer step.
         stream: For the block size and the executor.
         graphs: Whether CUDA graphs can be recorded.
+        rows: Of a micro-batch.
     """
     return Job(
         dimensions=dimensions,
         tokens=tokens,
+        rows=rows,
+        dropout=lora.dropout > 0,
         micro_batches=micro_batches,
         rank=lora.rank,
         targets=None if lora.targets == "all-linear" else lora.targets,
@@ -68,7 +77,6 @@ def fit(
     stream: StreamConfig,
     host_bytes: int | None = None,
     fixed: frozenset[str] = frozenset(),
-    rows: int = 1,
 ) -> Plan:
     """The fastest plan that fits.
 
@@ -79,7 +87,6 @@ def fit(
         stream: Settings that were made hold; the others are chosen.
         host_bytes: Host memory for the whole process; unlimited by default.
         fixed: Further settings that hold.
-        rows: Rows of a micro-batch, for what is said when nothing fits.
 
     Raises:
         BudgetError: nothing fits; says how much would be needed, and what helps most.
@@ -93,20 +100,26 @@ def fit(
         raise BudgetError(
             f"{job.tokens} tokens at a time need at least {_gb(smallest.device_bytes)} of GPU memory, "
             f"and {_gb(budget_bytes)} may be taken",
-            "; ".join(_knobs(job, card, smallest, stream, fixed, rows)) or "a card with more memory",
+            "; ".join(_knobs(job, card, smallest, stream, fixed)) or "a card with more memory",
         )
+    on_device = [
+        one
+        for one in candidates(job, stream, [name for name in CHOICES if name not in fixed])
+        if sum(device_components(job, one, card).values()) <= budget_bytes
+    ]
+    least = min((sum(host_components(job, one).values()) for one in on_device), default=smallest.host_bytes)
     raise BudgetError(
-        f"the base and what goes with it need about {_gb(smallest.host_bytes)} of host memory, "
+        f"the base and what goes with it need about {_gb(least)} of host memory, "
         f"and {_gb(host_bytes or 0)} may be taken",
         "close other programs, or take a smaller model; what stays on the GPU needs host memory while it is read",
     )
 
 
-def _knobs(job: Job, card: Card, smallest: Plan, stream: StreamConfig, fixed: frozenset[str], rows: int) -> list[str]:
+def _knobs(job: Job, card: Card, smallest: Plan, stream: StreamConfig, fixed: frozenset[str]) -> list[str]:
     """The two changes that lower the need most, each with what would then be needed."""
     ideas: Mapping[str, Job] = {
         "rows of half the length": dataclasses.replace(job, tokens=max(1, job.tokens // 2)),
-        "one row at a time": dataclasses.replace(job, tokens=job.tokens // rows) if rows > 1 else job,
+        "one row at a time": dataclasses.replace(job, tokens=job.tokens // job.rows, rows=1),
         f"rank {job.rank // 2}": dataclasses.replace(job, rank=job.rank // 2) if job.rank > 1 else job,
         "blocks of one layer": dataclasses.replace(job, block_size=1),
         "no accumulation": dataclasses.replace(job, micro_batches=1),

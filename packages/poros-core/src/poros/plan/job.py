@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal
 
+from poros.config import StreamConfig
 from poros.dimensions import ModelDimensions
 from poros.stream.schedule import evenly_spread
 
@@ -21,18 +22,22 @@ class Job:
     Attributes:
         dimensions: Of the model.
         tokens: Of a micro-batch, padding included: rows times the longest row.
+        rows: Of a micro-batch.
         micro_batches: Per optimizer step.
         rank: Of the adapters.
         targets: Names of the adapted linear layers; all by default.
+        dropout: Whether the adapters' inputs have dropout.
         block_size: Layers of a block.
         graphs: Whether blocks are run by recorded CUDA graphs.
     """
 
     dimensions: ModelDimensions
     tokens: int
+    rows: int = 1
     micro_batches: int = 1
     rank: int = 16
     targets: Sequence[str] | None = None
+    dropout: bool = False
     block_size: int = 1
     graphs: bool = True
 
@@ -57,6 +62,18 @@ class Job:
     def hidden_bytes(self) -> int:
         """Bytes of one micro-batch's hidden states in bf16."""
         return BF16 * self.tokens * self.dimensions.hidden
+
+    def keeps_everything(self, stream: StreamConfig) -> bool:
+        """Whether every block stays and keeps its activations."""
+        return not stream.recompute and stream.resident in ("all", len(self.blocks))
+
+    def by_block(self, stream: StreamConfig) -> bool:
+        """Whether the micro-batches of a step go through the blocks together; otherwise one after the other."""
+        return self.micro_batches > 1 and not self.dimensions.shares and not self.keeps_everything(stream)
+
+    def together(self, stream: StreamConfig) -> int:
+        """Micro-batches that are on their way at a time."""
+        return self.micro_batches if self.by_block(stream) else 1
 
     def resident(self, count: int | Literal["all"]) -> frozenset[int]:
         """Which blocks stay on the device, if it is to be `count`."""

@@ -34,7 +34,7 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
     resident = job.resident(stream.resident)
     moving = [size for block, size in enumerate(job.block_bytes) if block not in resident]
     slots = aligned(max(moving)) * min(stream.slots, len(moving)) if moving else 0
-    takes_out = job.graphs and (stream.restore_once or job.micro_batches > 1) and bool(moving or stream.recompute)
+    takes_out = job.graphs and (stream.restore_once or job.by_block(stream)) and bool(moving or stream.recompute)
     restored = restored_bytes(job) if takes_out else 0
     travels = head_travels(job, stream)
     on_host = stream.embedding == "host"
@@ -56,15 +56,18 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
     if travels:
         # One piece of memory has two uses by turns.
         parts["head"] = max(0, dimensions.matrix_bytes - slots - restored)
-    boundaries = len(job.blocks) * job.micro_batches if stream.boundaries == "device" else AWAY
+    together = job.together(stream)
+    kept = len(job.blocks) * together
     at_the_loss = {
-        "boundaries": min(boundaries, len(job.blocks) * job.micro_batches) * job.hidden_bytes,
+        "boundaries": (kept if stream.boundaries == "device" else min(AWAY, kept)) * job.hidden_bytes,
         "logits and loss": loss_bytes(job, stream),
-        "gradients of hidden states": job.micro_batches * job.hidden_bytes,
+        "gradients of hidden states": together * job.hidden_bytes,
     }
     update = job.adapter_bytes if stream.optimizer == "device" else PIECE_BYTES // 4
     leaving = min(2 * (job.adapter_bytes // len(job.blocks)), job.adapter_bytes)
     gradients = job.adapter_bytes if stream.gradients == "device" else leaving
+    if together < job.micro_batches:
+        at_the_loss["gradients"] = gradients  # of the micro-batches before it
     at_the_update = {"gradients": gradients, "update": min(update, job.adapter_bytes)}
     parts |= at_the_loss if sum(at_the_loss.values()) > sum(at_the_update.values()) else at_the_update
     # What torch's allocator holds beside what is allocated: rounding, and gaps between tensors that came and went.
@@ -87,7 +90,7 @@ def host_components(job: Job, stream: StreamConfig) -> dict[str, int]:
     tables = dimensions.table_bytes
     if not dimensions.tied:
         tables += dimensions.matrix_bytes
-    boundaries = -(-len(job.blocks) * job.micro_batches // 8) * 8
+    boundaries = -(-len(job.blocks) * job.together(stream) // 8) * 8
     return {
         "program": PROGRAM_BYTES,
         "base": sum(job.block_bytes),
@@ -124,17 +127,19 @@ def restored_bytes(job: Job) -> int:
     return sum(sizes.values())
 
 
-def activation_bytes(layer: LayerDimensions, hidden: int, rank: int, tokens: int) -> int:
+def activation_bytes(job: Job, layer: LayerDimensions) -> int:
     """Bytes of what autograd keeps of one layer under bf16 autocast: stock keeps them for every layer.
 
     By token: both norms keep their input in float32; the adapters keep what goes into each lot of linear layers (twice
     the hidden states, the attention's output, the MLP's product); attention keeps queries, keys, values and output; the
-    MLP keeps gate, up and activation.
+    MLP keeps gate, up and activation. With dropout every adapted linear layer keeps an input and a mask of its own.
     """
+    hidden, rank, tokens = job.dimensions.hidden, job.rank, job.tokens
     inner = max(rows for name, (rows, _) in layer.linears.items() if name.endswith(("up_proj", "gate_proj")))
     floats = 2 * hidden * FLOAT32
     halves = (4 * hidden + 4 * layer.query + 2 * layer.key_value + 4 * inner + 7 * rank) * BF16
-    return tokens * (floats + halves)
+    dropped = (BF16 + 1) * sum(columns for _, columns in layer.linears.values()) if job.dropout else 0
+    return tokens * (floats + halves + dropped)
 
 
 def transient_bytes(layer: LayerDimensions, hidden: int, tokens: int) -> int:
@@ -145,9 +150,9 @@ def transient_bytes(layer: LayerDimensions, hidden: int, tokens: int) -> int:
 
 def block_activation_bytes(job: Job, stream: StreamConfig) -> int:
     """Bytes that running one block again and differentiating it takes: of the recorded graphs, or of eager kernels."""
-    if not stream.recompute and stream.resident == "all":
+    if job.keeps_everything(stream):
         return 2 * job.hidden_bytes
-    return _fullest_block(job, takes_out=job.graphs and (stream.restore_once or job.micro_batches > 1))
+    return _fullest_block(job, takes_out=job.graphs and (stream.restore_once or job.by_block(stream)))
 
 
 @cache
@@ -156,7 +161,7 @@ def _fullest_block(job: Job, takes_out: bool) -> int:
     needed = []
     for block in job.blocks:
         layers = [job.dimensions.layers[i] for i in block]
-        kept = sum(activation_bytes(layer, hidden, job.rank, job.tokens) for layer in layers)
+        kept = sum(activation_bytes(job, layer) for layer in layers)
         adapters = FLOAT32 * sum(layer.adapter_parameters(job.rank, job.targets) for layer in layers)
         transient = max(transient_bytes(layer, hidden, job.tokens) for layer in layers)
         weights = max(BF16 * rows * columns for layer in layers for rows, columns in layer.linears.values())
@@ -171,20 +176,19 @@ def kept_bytes(job: Job, stream: StreamConfig) -> int:
 
 def keeping_blocks(job: Job, stream: StreamConfig) -> frozenset[int]:
     """Which blocks keep their activations."""
-    if stream.recompute or (job.micro_batches > 1 and stream.resident not in ("all", len(job.blocks))):
+    if stream.recompute or job.by_block(stream):
         return frozenset()
     return job.resident(stream.resident)
 
 
 @cache
 def _kept_by_block(job: Job) -> tuple[int, ...]:
-    hidden = job.dimensions.hidden
     kept = []
     for block in job.blocks:
         total = job.hidden_bytes
         for layer in (job.dimensions.layers[i] for i in block):
             adapters = FLOAT32 * layer.adapter_parameters(job.rank, job.targets)
-            total += activation_bytes(layer, hidden, job.rank, job.tokens) + (adapters if job.graphs else 0)
+            total += activation_bytes(job, layer) + (adapters if job.graphs else 0)
         kept.append(total)
     return tuple(kept)
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from poros.config import StreamConfig
 from poros.plan.cards import Card
@@ -48,6 +48,7 @@ class Plan:
         host: Component -> bytes of host memory.
         seconds: Of a step.
         budget_bytes: What was to be kept to; None if it is only described.
+        tokens: Of a micro-batch, for which it was made.
     """
 
     stream: StreamConfig
@@ -55,6 +56,7 @@ class Plan:
     host: Mapping[str, int]
     seconds: Seconds
     budget_bytes: int | None = None
+    tokens: int | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -105,6 +107,7 @@ def describe(job: Job, stream: StreamConfig, card: Card, budget_bytes: int | Non
         host_components(job, stream),
         step_seconds(job, stream, card),
         budget_bytes,
+        job.tokens,
     )
 
 
@@ -119,7 +122,9 @@ def candidates(job: Job, base: StreamConfig, free: Collection[str] | None = None
     names = [name for name in CHOICES if free is None or name in free]
     for values in itertools.product(*(CHOICES[name] for name in names)):
         chosen = dict(zip(names, values, strict=True))
-        if not chosen.get("restore_once", True) and (job.micro_batches > 1 or not job.graphs):
+        if not chosen.get("restore_once", True) and not job.graphs:
+            continue  # there is no such thing
+        if not chosen.get("restore_once", True) and job.micro_batches > 1 and not job.dimensions.shares:
             continue  # a visit that runs a block several times restores its weights once in any case
         whole = {"optimizer": base.optimizer, "gradients": base.gradients, **chosen}
         if whole["gradients"] == "host" and whole["optimizer"] == "device":
@@ -145,6 +150,10 @@ def _cost(job: Job, stream: StreamConfig, card: Card) -> tuple[float, int, int]:
     usual = StreamConfig()
     unusual = sum(getattr(stream, name) != getattr(usual, name) for name in CHOICES if name != "recompute")
     return step_seconds(job, stream, card).step, unusual, sum(device_components(job, stream, card).values())
+
+
+_NEAR = 6
+"""Numbers of resident blocks that are looked at on either side of the largest that was found to fit."""
 
 
 def best_plan(
@@ -181,11 +190,14 @@ def best_plan(
 
     for candidate in candidates(job, base, free):
         if "resident" in fixed:
-            counts = [base.resident]
+            counts: list[int | Literal["all"]] = [base.resident]
         else:
             found = most_resident(job, partial(fits_with, candidate))
-            # Without anything that moves the head stays as well, which can take more than one block fewer.
-            counts = [] if found is None else sorted({found, min(found, len(job.blocks) - 1)})
+            # Layers of several sizes: a larger number of other blocks may take less. And where every block stays,
+            # neither slots nor restored weights are needed, so all may fit where one fewer doesn't.
+            last = len(job.blocks)
+            near = range(max(0, (found or 0) - _NEAR), min((found or 0) + _NEAR, last) + 1)
+            counts = [*near, "all"]
         for count in counts:
             stream = candidate.model_copy(update={"resident": count})
             if not fits(stream):

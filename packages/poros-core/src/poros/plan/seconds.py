@@ -68,7 +68,9 @@ def copied_bytes(job: Job, stream: StreamConfig) -> int:
         if not travels:
             blocks -= sum(job.block_bytes[block] for block in moving[-slots:])
     boundaries = len(job.blocks) * job.micro_batches * job.hidden_bytes if stream.boundaries == "host" else 0
-    return max(blocks, 0) + (job.dimensions.matrix_bytes if travels else 0) + update_bytes(job, stream) + boundaries
+    times = job.micro_batches // job.together(stream)
+    each = max(blocks, 0) + (job.dimensions.matrix_bytes if travels else 0)
+    return times * each + update_bytes(job, stream) + boundaries
 
 
 def update_bytes(job: Job, stream: StreamConfig) -> int:
@@ -110,26 +112,27 @@ def _layer_seconds(job: Job, layer: LayerDimensions, card: Card, keeps: bool) ->
     passes = 2 if keeps else 3  # forward, backward with respect to the input, and the recompute
     products = passes * 2 * weights * job.tokens / (card.tflops * 1e12)
     kernels = (KERNELS_FORWARD * (passes - 1) + KERNELS_BACKWARD) * card.kernel_us * 1e-6
-    activations = activation_bytes(layer, job.dimensions.hidden, job.rank, job.tokens)
+    activations = activation_bytes(job, layer)
     traffic = TRAFFIC * activations / (card.memory_gb_s * 1e9)
-    attention = passes * 2 * 2 * job.tokens**2 * layer.query / (card.tflops * 1e12)
+    attention = passes * 2 * 2 * job.tokens * (job.tokens // job.rows) * layer.query / (card.tflops * 1e12)
     return products + attention + max(kernels, traffic)
 
 
 def step_seconds(job: Job, stream: StreamConfig, card: Card) -> Seconds:
     """The time of an optimizer step."""
     resident, keeping = job.resident(stream.resident), keeping_blocks(job, stream)
-    takes_out = job.graphs and (stream.restore_once or job.micro_batches > 1)
+    takes_out = job.graphs and (stream.restore_once or job.by_block(stream))
+    times = job.micro_batches // job.together(stream)
     computing = restoring = 0.0
     for number, block in enumerate(block_seconds(job, card)):
         keeps = number in keeping
-        visits = 2 * job.micro_batches if keeps else 2 if takes_out else 3 * job.micro_batches
+        visits = 2 * job.micro_batches if keeps else 2 * times if takes_out else 3 * job.micro_batches
         computing += job.micro_batches * (block.kept if keeps else block.work) + visits * block.restoring
-        restoring += 0.0 if number in resident else 2 * block.restoring
+        restoring += 0.0 if number in resident else 2 * times * block.restoring
     vocabulary, hidden = job.dimensions.vocabulary, job.dimensions.hidden
     head = 3 * 2 * job.tokens * vocabulary * hidden / (card.tflops * 1e12)
-    times = 10 if stream.loss_rows is None else 15  # float32 matrices of all tokens, read or written
-    loss = times * FLOAT32 * job.tokens * vocabulary / (card.memory_gb_s * 1e9)
+    touched = 10 if stream.loss_rows is None else 15  # float32 matrices of all tokens, read or written
+    loss = touched * FLOAT32 * job.tokens * vocabulary / (card.memory_gb_s * 1e9)
     at_the_turn = job.micro_batches * (head + loss)
     computing += at_the_turn + 7 * job.adapter_bytes / (card.memory_gb_s * 1e9)
     if stream.embedding == "host":
@@ -139,7 +142,7 @@ def step_seconds(job: Job, stream: StreamConfig, card: Card) -> Seconds:
     copying = copied / link
     only_copying = only_computing = 0.0
     if head_travels(job, stream):
-        only_copying += job.dimensions.matrix_bytes / link
+        only_copying += times * job.dimensions.matrix_bytes / link
         only_computing += at_the_turn
     if stream.optimizer == "host":
         only_copying += update_bytes(job, stream) / link  # nothing else is computed during the update

@@ -230,7 +230,11 @@ class Streamer:
             self._fill()
 
     def drop_head(self) -> None:
-        """Something is about to be written where the head lies."""
+        """Something is about to be written where the head lies, or is on its way to."""
+        for there, arrival in zip(self._contents, self._arrivals, strict=True):
+            if there is not None and there == self.head and arrival is not None:
+                arrival.wait()
+                break
         self._contents = [None if there is not None and there == self.head else there for there in self._contents]
 
     def stamp(self, slot: Slot) -> int:

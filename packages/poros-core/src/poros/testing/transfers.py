@@ -57,6 +57,38 @@ class Adversary:
         self._pending = []
 
 
+class Procrastinator:
+    """A transfer that copies in order, as one stream does, and each only when somebody waits for it or for a later one.
+
+    So whatever is written into memory to which a copy is on its way is overwritten, unless the copy was waited for.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[int, Sequence[Piece]]] = []
+
+    def copy(self, slot: int, pieces: Sequence[Piece]) -> Arrival:
+        entry = (slot, pieces)
+        self._pending.append(entry)
+        procrastinator = self
+
+        class Late:
+            def wait(self) -> None:
+                while any(other is entry for other in procrastinator._pending):
+                    for source, target in procrastinator._pending.pop(0)[1]:
+                        target.copy_(source)
+
+        return Late()
+
+    def leave(self, slot: int) -> None:
+        pass
+
+    def times(self) -> tuple[float | None, float | None]:
+        return None, None
+
+    def close(self) -> None:
+        self._pending = []
+
+
 def _targets(pieces: Sequence[Piece]) -> list[range]:
     return [range(target.data_ptr(), target.data_ptr() + target.nbytes) for _, target in pieces]
 

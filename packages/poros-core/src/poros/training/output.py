@@ -134,6 +134,9 @@ def flush(path: Path) -> None:
 def write_run_config(config: RunConfig, out: Path) -> None:
     """Write the validated config, from which the run can be repeated; whether to overwrite is asked anew each time."""
     values = config.model_dump(mode="json", exclude={"overwrite", "resume"})
+    if config.stream.vram is not None:
+        # What was left to the plan is left to it again.
+        values["stream"] = config.stream.model_dump(mode="json", exclude_unset=True)
     (out / RUN_CONFIG).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 

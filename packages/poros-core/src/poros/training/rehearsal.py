@@ -44,7 +44,11 @@ def rehearse(model: Any, rows: int, tokens: int, micro_batches: int, marks: Sequ
     was_training = model.training
     model.train()
     try:
+        # Room for what the optimizer will have from its first step on.
+        moments = 0 if engine.plan is None else engine.plan.device["moments"]
+        reserved = torch.empty(moments, dtype=torch.uint8, device=device)
         engine.accumulate([partial(micro_step) for _ in range(micro_batches)])
+        del reserved
     except torch.OutOfMemoryError as error:
         plan = engine.plan
         planned = "" if plan is None else f"; {plan.device_bytes / 1e9:.1f} GB were planned"
@@ -54,6 +58,8 @@ def rehearse(model: Any, rows: int, tokens: int, micro_batches: int, marks: Sequ
         ) from error
     finally:
         model.zero_grad(set_to_none=True)
+        if engine.gradients is not None:
+            engine.gradients.clear()
         model.train(was_training)
         for where, state in states.items():
             set_rng_state(state, where)
