@@ -166,6 +166,7 @@ class Streamer:
         self.inference = Schedule.inference(*plan)
         self.head = self.training.whole
         self._head = head
+        self._head_arrival: Arrival | None = None
         self._stamps: dict[int, int] = {}
         self._busy = False
         self._keeping_head = False
@@ -231,10 +232,10 @@ class Streamer:
 
     def drop_head(self) -> None:
         """Something is about to be written where the head lies, or is on its way to."""
-        for there, arrival in zip(self._contents, self._arrivals, strict=True):
-            if there is not None and there == self.head and arrival is not None:
-                arrival.wait()
-                break
+        if self._head_arrival is not None:
+            # It may have been given up for a block, and still be coming.
+            self._head_arrival.wait()
+            self._head_arrival = None
         self._contents = [None if there is not None and there == self.head else there for there in self._contents]
 
     def stamp(self, slot: Slot) -> int:
@@ -353,6 +354,8 @@ class Streamer:
             # Empty until the copy has been started: if that fails, nobody may take what is there for the block.
             self._contents = [None if there == copy.block else there for there in coming]
             arrival = self._copy(copy.block, target)
+            if copy.block == self.head:
+                self._head_arrival = arrival
             for slot in range(len(self.slots)):
                 self._arrivals[slot] = arrival if coming[slot] == copy.block else self._arrivals[slot]
             self._contents = coming

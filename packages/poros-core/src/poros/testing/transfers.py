@@ -58,13 +58,19 @@ class Adversary:
 
 
 class Procrastinator:
-    """A transfer that copies in order, as one stream does, and each only when somebody waits for it or for a later one.
+    """A transfer that copies in order, as one stream does, but late: when somebody waits, or when it catches up.
 
     So whatever is written into memory to which a copy is on its way is overwritten, unless the copy was waited for.
     """
 
     def __init__(self) -> None:
         self._pending: list[tuple[int, Sequence[Piece]]] = []
+
+    def catch_up(self) -> None:
+        """Do everything that is pending."""
+        while self._pending:
+            for source, target in self._pending.pop(0)[1]:
+                target.copy_(source)
 
     def copy(self, slot: int, pieces: Sequence[Piece]) -> Arrival:
         entry = (slot, pieces)
