@@ -120,11 +120,9 @@ class GraphExecutor(EagerExecutor):
         self._alive: weakref.WeakSet[ShapeGraphs] = weakref.WeakSet()  # those of batches under way included
         self.buffers = Buffers(arena)
         self._takings: dict[Signature, dict[int, Callable[[], None]]] = {}
-        self._taking_pool = Pool()
-        self._pool = Pool()
+        self._pool, self._taking_pool, self._chain_pool = Pool(), Pool(), Pool()
         self._tried: dict[Signature, bool] = {}
         self._hooked: set[int] = set()
-        self._chain_pool = Pool()
         self._layouts = [
             tuple((id(template.packing), self._kinds[start + position]) for position, template in enumerate(block))
             for start, block in zip(self._starts, self._blocks, strict=False)
