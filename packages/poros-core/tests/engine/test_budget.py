@@ -176,3 +176,25 @@ def test_the_gate_runs_a_plan(checkpoint: Callable[..., Path], plugins: Plugins)
     assert receipt.plan is not None
     assert receipt.plan["placements"] == receipt.config["stream"]
     assert receipt.config["stream"]["vram"] == "0.85MB"
+
+
+def test_a_streamed_arm_without_room_is_said(
+    checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from poros.engine.engine import Engine
+    from poros.errors import PorosError
+    from poros.parity.gate import check
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr(Engine, "accumulate", full)
+    with pytest.raises(PorosError, match="more memory than it was given"):
+        check(
+            str(checkpoint("qwen2", {})),
+            lora_config(LoraPart(rank=4)),
+            Work(steps=1, length=16, accumulation=1),
+            stream=StreamConfig(vram="1GB"),
+            device=CPU,
+            plugins=plugins,
+        )

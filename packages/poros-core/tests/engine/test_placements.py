@@ -219,6 +219,8 @@ def test_attach_takes_the_weights_to_the_host(
     assert (weights[0] is weights[1]) == tied
     with pytest.raises(StreamError, match="reads the head's weight"):
         base.lm_head.weight.sum()
+    with pytest.raises(StreamError, match="resized"):
+        base.resize_token_embeddings(200)
     parameters = sum(p.numel() for p in load_stock(checkpoint("qwen2", config), lora, 0, CPU).parameters())
     assert sum(p.numel() for p in model.parameters()) == parameters
     result = compare(

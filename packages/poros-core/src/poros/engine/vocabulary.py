@@ -173,12 +173,14 @@ class Vocabulary:
     """What lies outside the layers and lives in host memory.
 
     Attributes:
+        base: The causal-LM model.
         embeddings: Name of the weight -> embedding; the per-layer embeddings of some families are among them.
         head: The head, if it travels.
         head_name: Name of its weight.
         tied_to: Name of the embedding's weight, if the head's is the same one.
     """
 
+    base: Any
     embeddings: dict[str, nn.Embedding]
     head: nn.Module | None
     head_name: str
@@ -224,7 +226,9 @@ class Vocabulary:
             }
             if tied and not travels:
                 embeddings.pop(name)
-        return cls(embeddings, head if travels else None, f"{architecture.head}.weight", name if tied else None)
+        return cls(
+            parts.base, embeddings, head if travels else None, f"{architecture.head}.weight", name if tied else None
+        )
 
     @property
     def head_bytes(self) -> int:
@@ -258,6 +262,8 @@ class Vocabulary:
 
     def install(self, streamer: Streamer, device: torch.device) -> None:
         """Let the modules use what is in host memory."""
+        if self.embeddings or self.head is not None:
+            self.base.resize_token_embeddings = _refuse_to_resize
         for name, module in self.embeddings.items():
             keep_on_host(module, self._tables[name], device)
         if self.head is not None:
@@ -266,6 +272,13 @@ class Vocabulary:
             let_travel(self.head, TravellingHead(streamer, streamer.head, tuple(table.shape), table.dtype), device)
             if self.tied_to is not None:
                 self.head._parameters["weight"] = self.embeddings[self.tied_to]._parameters["weight"]
+
+
+def _refuse_to_resize(*args: Any, **kwargs: Any) -> Any:
+    raise StreamError(
+        "the vocabulary can't be resized while its matrices are on the host",
+        "resize the model before it is attached, or set stream.embedding and stream.head to device",
+    )
 
 
 def _weight(module: nn.Module) -> Tensor:

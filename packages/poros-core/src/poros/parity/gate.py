@@ -192,7 +192,13 @@ def check(
             enforce(engine.plan, where)  # stock before it may have taken more
         before = engine.streamer.measured()
         streaming: Any = {"accumulate": engine.accumulate, "make_optimizer": adamw_for(engine)}
-        trace = arm("streamed", streamed_model, work, **streaming)
+        try:
+            trace = arm("streamed", streamed_model, work, **streaming)
+        except torch.OutOfMemoryError as error:
+            raise PorosError(
+                f"the streamed run took more memory than {'it was given' if engine.plan else f'{where} has'}",
+                "give a larger --vram, or check with shorter rows (--length) or fewer (--batch-size)",
+            ) from error
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         traffic = engine.streamer.measured().since(before)
