@@ -58,6 +58,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         ("cases: [{name: a, model: x}, {name: a, model: y}]\nmethods: [resident]", "share a name: a"),
         ("cases: [{name: a, model: x}]\nmethods: [resident, resident]", "share a name: resident"),
         ("defaults: 3\ncases: [{name: a, model: x}]\nmethods: [resident]", "defaults"),
+        ("cases: [{name: a, model: x}]\nmethods: 5", "methods"),
         ("surprise: 1\ncases: [{name: a, model: x}]\nmethods: [resident]", "surprise"),
     ],
 )

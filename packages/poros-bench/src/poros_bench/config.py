@@ -123,7 +123,9 @@ def load_matrix(path: Path, installed: Sequence[str]) -> MatrixConfig:
     except ValidationError as error:
         problems += describe_problems(error)
         config = None
-    named = {str(entry.get("method")) for entry in values.get("methods") or [] if isinstance(entry, Mapping)}
+    entries = values.get("methods")
+    listed = entries if isinstance(entries, list) else []
+    named = {str(entry.get("method")) for entry in listed if isinstance(entry, Mapping)}
     problems += [f"methods: no method is called {name}" for name in sorted(named - {*installed, "None"})]
     if problems or config is None:
         raise ConfigError(

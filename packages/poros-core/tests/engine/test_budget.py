@@ -139,6 +139,7 @@ def test_adapters_as_a_plan_sees_them() -> None:
     assert lora_part(lora_config(LoraPart(rank=8))).targets == "all-linear"
     assert lora_part(lora_config(LoraPart(rank=8, targets=("q_proj",)))).targets == ("q_proj",)
     assert lora_part(lora_config(LoraPart(rank=8))).rank == 8
+    assert lora_part(lora_config(LoraPart(dropout=0.1))).dropout == 0.1
 
 
 def test_the_limit_is_set_and_lifted(

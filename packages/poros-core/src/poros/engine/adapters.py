@@ -129,4 +129,6 @@ def lora_part(config: LoraConfig | None) -> LoraPart:
         return LoraPart()
     targets = config.target_modules
     named = tuple(targets) if isinstance(targets, (list, set, tuple)) and targets else "all-linear"
-    return LoraPart(rank=config.r, alpha=max(1, int(config.lora_alpha)), targets=named)
+    return LoraPart(
+        rank=config.r, alpha=max(1, int(config.lora_alpha)), targets=named, dropout=float(config.lora_dropout or 0.0)
+    )
