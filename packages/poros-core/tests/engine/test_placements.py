@@ -231,6 +231,22 @@ def test_attach_takes_the_weights_to_the_host(
     assert result.identical, str(result.difference)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_blocks_without_adapters(
+    accumulation: int, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """In between, below and above: their boundaries are brought back only where a gradient goes on."""
+    lora = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], layers_to_transform=[1, 3], task_type="CAUSAL_LM"
+    )
+    work = Work(steps=3, length=24, accumulation=accumulation, learning_rate=1e-2)
+    directory = checkpoint("qwen2", {"tie_word_embeddings": False})
+    expected = run(load_stock(directory, lora, 0, CPU), families["qwen2"], work)
+    model = poros.load(directory, lora=lora, seed=0, device="cpu", plugins=plugins, **ALL_ON_HOST)
+    result = compare(expected, run(model, families["qwen2"], work, streams=True), engine_of(model).blocks)
+    assert result.identical, str(result.difference)
+
+
 def test_a_wrong_byte_of_head_or_table_is_told_apart(
     reference: Callable[..., Trace],
     checkpoint: Callable[..., Path],

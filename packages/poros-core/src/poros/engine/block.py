@@ -47,9 +47,9 @@ class _BlockFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        assert ctx.saved_tensors  # autograd's check
+        _ = ctx.saved_tensors  # asking for them makes autograd check; a block without adapters has none
         hidden = ctx.boundary.take()
-        if ctx.below is not None:
+        if ctx.below is not None and ctx.needs_input_grad[_HIDDEN]:
             ctx.below.start()
         ctx.batch.check_unchanged()
         with ctx.executor.visiting(ctx.block, Phase.BACKWARD) as visit:
