@@ -43,7 +43,7 @@ from poros.parity.source import find_published
 from poros.parity.stock import adapters_of, clip_gradients, make_adapters_count, one_by_one
 from poros.plan.fit import dimensions_of, make_job
 from poros.plan.job import Job
-from poros.plan.search import describe, smallest_plan
+from poros.plan.search import describe
 from poros.plugins import load_plugins
 from poros.provenance import host_peak_bytes, provenance
 from poros.receipt import DTYPE_POLICY, Receipt
@@ -229,21 +229,16 @@ def main() -> None:
         make_adapters_count(model, 0)
         if stream is not None:
             began = time.perf_counter()
-            if stream.get("vram") == "least":
-                settings = StreamConfig(**{name: value for name, value in stream.items() if name != "vram"})
-                plan = smallest_plan(job_of(settings, accumulation), card_of(default_device()), settings)
-                plan = dataclasses.replace(plan, budget_bytes=plan.device_bytes)
-            else:
-                plan = planned(
-                    StreamConfig(**stream),
-                    architecture,
-                    shape.config,
-                    part,
-                    tokens=arguments.tokens,
-                    micro_batches=accumulation,
-                    num_layers=arguments.layers,
-                    device=default_device(),
-                )
+            plan = planned(
+                StreamConfig(**stream),
+                architecture,
+                shape.config,
+                part,
+                tokens=arguments.tokens,
+                micro_batches=accumulation,
+                num_layers=arguments.layers,
+                device=default_device(),
+            )
             attach(model, plugins=plugins, plan=plan, **({} if plan else stream))
             if plan is not None:
                 print("  " + "\n  ".join(plan.summary()))

@@ -1,4 +1,4 @@
-"""Times unsloth on a checkpoint of `make_checkpoint.py`, in a process of its own: importing it changes transformers.
+"""Times unsloth on a checkpoint of `poros_bench.models`, in a process of its own: importing it changes transformers.
 
     python validation/measure_unsloth.py /tmp/qwen2.5-32b qwen2.5-32b --accumulation 1 8 --out cells.jsonl
 

@@ -50,7 +50,7 @@ def test_no_ratio_between_unequal_cells(name: str, value: Any) -> None:
     assert ratio(other, STOCK) is None
     page = markdown([STOCK, other], "Title", "command")
     assert f"no ratio of poros to resident: they differ in {name}" in page
-    assert "| poros | 0.5000 | 0.0100 | - | - |" in page
+    assert "| poros | - | 0.5000 | 0.0100 | - | - |" in page
 
 
 def test_nothing_measured_means_nothing_compared() -> None:
@@ -66,18 +66,18 @@ def test_a_page_says_what_is_there_and_what_is_not() -> None:
     for words in (
         "# Results",
         "## Qwen2.5-32B: qwen2.5-32b (random weights)",
-        "| resident | 1.0000 | 0.0100 | 1.00 |",
-        "| poros | 0.5000 | 0.0100 | 0.50 |",
+        "| resident | - | 1.0000 | 0.0100 | 1.00 |",
+        "| poros | - | 0.5000 | 0.0100 | 0.50 |",
         "| 0.20 |",
         "skipped: not installed: unsloth",
-        "poros takes 0.50 x the time of resident, with 0.20 x its memory; the same losses to the last bit",
+        "poros takes 0.50 x the time of resident, with 0.20 x its memory; the same first 2 losses to the last bit",
         "on other hardware",
         "| reference streaming system | A100 | 2.0489 | 10.95 |",
         "![bars-1](plots/bars-1.png)",
         "poros bench matrix x.yaml -o out",
     ):
         assert words in page, words
-    assert "the same losses" not in markdown([STOCK, receipt("poros", 0.5, losses=[1.0, 2.1])], "T", "c")
+    assert "the same first" not in markdown([STOCK, receipt("poros", 0.5, losses=[1.0, 2.1])], "T", "c")
 
 
 def test_html_says_the_same() -> None:
@@ -94,7 +94,22 @@ def test_pictures(tmp_path: Path) -> None:
     assert draw([receipt("poros", None, None, status="oom")], tmp_path) == []
 
 
+def test_what_is_trained_must_be_equal_too_and_labels_say_nothing() -> None:
+    other = receipt("poros", 0.5)
+    dropped = {**other.config["case"], "lora": {**other.config["case"]["lora"], "dropout": 0.1}}
+    other = other.model_copy(update={"config": {**other.config, "case": dropped}})
+    assert differences(other, STOCK) == ["lora"]
+    repeated = {**STOCK.config["case"], "steps": 3}
+    assert differences(STOCK.model_copy(update={"config": {**STOCK.config, "case": repeated}}), OURS) == []
+    labelled = {**STOCK.config["entry"], "label": "stock"}
+    stock = STOCK.model_copy(update={"method": "stock", "config": {**STOCK.config, "entry": labelled}})
+    assert "poros takes 0.50 x the time of resident" in markdown([stock, OURS], "T", "c")
+    posing = OURS.model_copy(update={"method": "resident"})
+    assert "x the time of resident" not in markdown([posing, receipt("unsloth", 0.7)], "T", "c")
+
+
 def test_a_difference_within_the_spread_is_none() -> None:
+    assert beyond_spread(receipt("poros", 1.0, s_step_std=None), receipt("poros", 2.0)) is None
     assert not beyond_spread(receipt("poros", 1.0), receipt("poros", 1.015))
     assert beyond_spread(receipt("poros", 1.0), receipt("poros", 1.03))
 

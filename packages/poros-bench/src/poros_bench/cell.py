@@ -17,12 +17,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poros.config import hash_of
+from poros.config import AttentionPath, hash_of
 from poros.errors import PorosError, one_line
 from poros.provenance import host_peak_bytes, provenance
 from poros.receipt import DTYPE_POLICY, Receipt
@@ -82,10 +83,12 @@ class Trainee:
         model: Called with `input_ids` and `labels`, gives a `loss`.
         device: Where it computes.
         make_optimizer: Called with the trainable parameters and `lr`.
+        attention: The attention path to train on; None: the method's own.
         accumulate: Runs the functions of an optimizer step's micro-batches.
         clip: Clips gradients: (optimizer, parameters, norm).
         record: For the receipt: `stream`, `executor`, `plan` and the like.
         traffic: What has travelled, for methods that stream: called at the begin and the end of the measured steps.
+        link_gb_s: What the link can do, GB/s; None where nothing travels.
         dtype_policy: dtypes of base, computation and adapters.
         close: Gives everything back.
     """
@@ -93,6 +96,7 @@ class Trainee:
     model: Any
     device: torch.device
     make_optimizer: Callable[..., torch.optim.Optimizer]
+    attention: AttentionPath | None
     accumulate: Callable[[Sequence[Callable[[], Any]]], Any] = lambda micro_steps: [step() for step in micro_steps]
     clip: Callable[[Any, Any, float], Any] | None = None
     record: Callable[[], dict[str, Any]] = dict
@@ -100,7 +104,6 @@ class Trainee:
     link_gb_s: Callable[[], float | None] = lambda: None
     dtype_policy: str = DTYPE_POLICY
     close: Callable[[], None] = lambda: None
-    seconds: list[float] = field(default_factory=list)
 
 
 def make_rows(case: Case, vocabulary: int) -> list[list[list[int]]]:
@@ -142,6 +145,7 @@ def run(cell: Cell) -> Receipt:
     """Build, warm up, measure. Running out of memory is a result, and so is any other error."""
     import torch
 
+    from poros.engine.attention import attention_path
     from poros_bench.plugin import find_method
 
     method = find_method(cell.entry.method)
@@ -151,7 +155,9 @@ def run(cell: Cell) -> Receipt:
     module, _, function = method.entry.partition(":")
     try:
         trainee: Trainee = getattr(importlib.import_module(module), function)(cell)
-        measured = measure(cell, trainee)
+        path = nullcontext() if trainee.attention is None else attention_path(trainee.attention)
+        with path:
+            measured = measure(cell, trainee)
         trainee.close()
         return receipt_of(cell, **measured)
     except torch.OutOfMemoryError as error:
@@ -238,15 +244,17 @@ def measure(cell: Cell, trainee: Trainee) -> dict[str, Any]:
         "trainable_parameters": sum(parameter.numel() for parameter in parameters),
         "dtype_policy": trainee.dtype_policy,
         "model_type": trainee.model.config.model_type,
-        **trainee.record(),
+        "attention": trainee.attention or "its own",
     }
-    if trainee.traffic is not None:
-        measured |= trainee.traffic().since(before).per_step(steps, median, trainee.link_gb_s())
     if on_gpu:
         whole = process_bytes(device)
         measured["vram_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
         measured["vram_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
         measured["vram_device_gb"] = None if whole is None else whole / 1e9
+    # Afterwards: these may take memory of their own.
+    if trainee.traffic is not None:
+        measured |= trainee.traffic().since(before).per_step(steps, median, trainee.link_gb_s())
+    measured |= trainee.record()
     return measured
 
 
@@ -260,7 +268,7 @@ def receipt_of(cell: Cell, **values: Any) -> Receipt:
         "entry": cell.entry.model_dump(mode="json"),
         "key": cell.key,
     }
-    for name in ("stream", "executor", "method_version"):
+    for name in ("attention", "stream", "executor", "method_version"):
         if name in values:
             config[name] = values.pop(name)
     fields: dict[str, Any] = {

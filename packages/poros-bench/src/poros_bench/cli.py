@@ -27,7 +27,7 @@ def quick(
     """Compare ways to train on the same work; without a verb, a tiny case of each installed family.
 
     Every method that can run on this machine trains a tiny model of every family, and the parity gate says whether
-    Poros equals stock there. Under two minutes on two cores.
+    Poros equals stock there.
 
     [bold]Example:[/] poros bench
     """
@@ -126,7 +126,7 @@ def compare(
             unequal += 1
             table.add_row(receipt.case, receipt.method, *times, "-", f"unequal: {', '.join(found)}")
             continue
-        beyond = "yes" if beyond_spread(receipt, counterpart) else "no"
+        beyond = {True: "yes", False: "no", None: "unknown: one pass"}[beyond_spread(receipt, counterpart)]
         share = counterpart.s_step_median / receipt.s_step_median
         table.add_row(receipt.case, receipt.method, *times, f"{share:.3f}", beyond)
     if not matched:

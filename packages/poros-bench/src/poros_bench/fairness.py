@@ -15,8 +15,13 @@ def differences(one: Receipt, other: Receipt) -> list[str]:
     """What keeps two cells from being compared; empty if nothing does."""
     found = [name for name in EQUAL if getattr(one, name) is None or getattr(one, name) != getattr(other, name)]
     found += [name for name in PLACES if getattr(one.provenance, name) != getattr(other.provenance, name)]
-    attention = [receipt.config.get("case", {}).get("attention") for receipt in (one, other)]
-    return found + ([] if attention[0] == attention[1] else ["attention"])
+    settings = [{**receipt.config.get("case", {}), "name": None, "block_size": None} for receipt in (one, other)]
+    found += [name for name in settings[0] if settings[0][name] != settings[1].get(name) and name not in _REPETITIONS]
+    return found
+
+
+_REPETITIONS = ("steps", "passes", "warm_up")
+"""Settings of a case that say how often something is measured, and not what."""
 
 
 def ratio(one: Receipt, other: Receipt) -> float | None:
@@ -26,9 +31,8 @@ def ratio(one: Receipt, other: Receipt) -> float | None:
     return one.s_step_median / other.s_step_median
 
 
-def beyond_spread(one: Receipt, other: Receipt) -> bool:
-    """Whether two cells' seconds differ by more than twice what their passes do among themselves."""
-    if one.s_step_median is None or other.s_step_median is None:
-        return False
-    spread = max(one.s_step_std or 0.0, other.s_step_std or 0.0)
-    return abs(one.s_step_median - other.s_step_median) > 2 * spread
+def beyond_spread(one: Receipt, other: Receipt) -> bool | None:
+    """Whether two cells' seconds differ by more than twice what their passes do; None where there is one pass only."""
+    if one.s_step_median is None or other.s_step_median is None or one.s_step_std is None or other.s_step_std is None:
+        return None
+    return abs(one.s_step_median - other.s_step_median) > 2 * max(one.s_step_std, other.s_step_std)

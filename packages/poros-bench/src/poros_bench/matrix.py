@@ -21,7 +21,7 @@ from poros.plugins import Plugins
 from poros.receipt import Receipt, read_receipts
 from poros_bench.cell import Cell, receipt_of
 from poros_bench.config import MatrixConfig
-from poros_bench.models import directory_of, name_of, published_shape
+from poros_bench.models import directory_of, has_random_weights, name_of
 
 RECEIPTS = "receipts.jsonl"
 LOGS = "logs"
@@ -129,7 +129,7 @@ def run_matrix(
         todo = []
     for number, cell in enumerate(todo):
         announce(f"{cell.case.name}, {cell.entry.name}", number, len(todo))
-        if published_shape(cell.case, plugins) is not None and not cell.directory.is_dir():
+        if has_random_weights(cell.case, plugins) and not cell.directory.is_dir():
             _make_model(cell, config.timeout_s, out)
         receipt = run_cell(cell, config.timeout_s, out / LOGS)
         receipt.append(out / RECEIPTS)

@@ -10,20 +10,14 @@ from poros.plugins import Plugins
 from poros_bench.config import Case
 
 
-def published_shape(case: Case, plugins: Plugins) -> tuple[str, dict[str, object]] | None:
-    """The family and the `config.json` values that a case's model names, or None if it names a checkpoint."""
-    if Path(case.model).exists():
-        return None
-    for family in plugins.architectures():
-        for shape in family.published:
-            if shape.id == case.model:
-                return family.family, dict(shape.config)
-    return None
+def has_random_weights(case: Case, plugins: Plugins) -> bool:
+    """Whether a case's model is a published shape, and no path."""
+    return not Path(case.model).exists() and plugins.published(case.model) is not None
 
 
 def name_of(case: Case, plugins: Plugins) -> str:
     """The model's name in receipts."""
-    if published_shape(case, plugins) is None:
+    if not has_random_weights(case, plugins):
         return case.model
     cut = "" if case.layers is None else f", first {case.layers} layers"
     return f"{case.model} (random weights{cut})"
@@ -31,7 +25,7 @@ def name_of(case: Case, plugins: Plugins) -> str:
 
 def directory_of(case: Case, plugins: Plugins, models: Path) -> Path:
     """Where a case's checkpoint is, or will be."""
-    if published_shape(case, plugins) is None:
+    if not has_random_weights(case, plugins):
         return Path(case.model)
     return models / f"{case.model}-{hash_of([case.model, case.layers, 'random', 1])[:8]}"
 
@@ -46,10 +40,9 @@ def make(shape_id: str, layers: int | None, directory: Path) -> None:
 
     from poros.engine.load import default_device
     from poros.parity.resident import random_resident, save_resident
-    from poros.parity.source import find_published
     from poros.plugins import load_plugins
 
-    found = find_published(shape_id, load_plugins())
+    found = load_plugins().published(shape_id)
     assert found is not None
     unfinished = directory.with_name(directory.name + ".part")
     save_resident(random_resident(found[0], found[1].config, default_device(), layers), unfinished)

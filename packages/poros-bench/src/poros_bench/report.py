@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from poros.plan.published import figures_of
 from poros.receipt import Receipt
@@ -107,16 +108,17 @@ def _settings(cell: Receipt) -> list[str]:
 def _table(cells: Sequence[Receipt]) -> list[str]:
     resident, unsloth = _named(cells, "resident"), _named(cells, "unsloth")
     lines = [
-        "| method | s per step | spread | / resident | / unsloth | allocated GB | reserved GB | process GB "
+        "| method | attention | s per step | spread | / resident | / unsloth | allocated GB | reserved GB | process GB "
         "| VRAM / resident |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
         if cell.status != "ok":
-            lines.append(f"| {cell.method} | {cell.status}: {(cell.reason or '').replace('|', '/')} |" + " - |" * 7)
+            lines.append(f"| {cell.method} | - | {cell.status}: {(cell.reason or '').replace('|', '/')} |" + " - |" * 7)
             continue
         vram = None
-        if resident is not None and resident.vram_reserved_gb and cell.vram_reserved_gb:
+        fair = resident is not None and not differences(cell, resident)
+        if fair and resident is not None and resident.vram_reserved_gb and cell.vram_reserved_gb:
             vram = cell.vram_reserved_gb / resident.vram_reserved_gb
         figures = [
             _figure(cell.s_step_median, 4),
@@ -128,7 +130,7 @@ def _table(cells: Sequence[Receipt]) -> list[str]:
             _figure(cell.vram_device_gb, 2),
             _figure(vram, 2),
         ]
-        lines.append(f"| {cell.method} | " + " | ".join(figures) + " |")
+        lines.append(f"| {cell.method} | {cell.config.get('attention', '-')} | " + " | ".join(figures) + " |")
     unfair = [
         f"- no ratio of {cell.method} to resident: they differ in {', '.join(found)}"
         for cell in cells
@@ -152,7 +154,7 @@ def _takeaways(cells: Sequence[Receipt]) -> list[str]:
             memory = f", with {cell.vram_reserved_gb / resident.vram_reserved_gb:.2f} x its memory"
         same = ""
         if cell.losses and cell.losses == resident.losses:
-            same = "; the same losses to the last bit"
+            same = f"; the same first {len(cell.losses)} losses to the last bit"
         lines.append(f"- {cell.method} takes {words} resident{memory}{same}")
     return ["", *lines] if lines else []
 
@@ -174,7 +176,10 @@ def _published(cell: Receipt) -> list[str]:
 
 
 def _named(cells: Sequence[Receipt], method: str) -> Receipt | None:
-    return next((cell for cell in cells if cell.method == method and cell.status == "ok"), None)
+    """The first measured cell of a method, whatever its label; one without a budget or options of its own."""
+    plain: dict[str, Any] = {"method": method, "vram": None, "options": {}, "label": ""}
+    done = (cell for cell in cells if cell.status == "ok")
+    return next((cell for cell in done if {**cell.config["entry"], "label": ""} == plain), None)
 
 
 def _figure(value: float | None, digits: int) -> str:

@@ -10,7 +10,6 @@ import torch
 from poros.parity.stock import load_stock, make_adapters_count
 from poros.receipt import DTYPE_POLICY
 from poros_bench.cell import Cell, NotApplicableError, Trainee
-from poros_bench.config import LEAST
 
 
 def resident(cell: Cell) -> Trainee:
@@ -18,8 +17,7 @@ def resident(cell: Cell) -> Trainee:
     device = _device()
     model = load_stock(cell.directory, _lora(cell), cell.case.seed, device)
     make_adapters_count(model, cell.case.seed)
-    _choose_attention(cell)
-    return Trainee(model=model, device=device, make_optimizer=torch.optim.AdamW)
+    return Trainee(model=model, device=device, make_optimizer=torch.optim.AdamW, attention=cell.case.attention)
 
 
 def resident_checkpointing(cell: Cell) -> Trainee:
@@ -41,7 +39,7 @@ def poros(cell: Cell) -> Trainee:
     from poros.engine.optimizer import adamw_for
     from poros.parity.stock import clip_gradients
     from poros.plan.fit import dimensions_of, make_job
-    from poros.plan.search import describe, smallest_plan
+    from poros.plan.search import describe
     from poros.plugins import load_plugins
 
     device, case, budget = _device(), cell.case, cell.entry.vram
@@ -49,30 +47,19 @@ def poros(cell: Cell) -> Trainee:
     values = read_config(cell.directory)
     family = plugins.architecture_for(str(values["model_type"]))
     stream = StreamConfig(**{"block_size": case.block_size, **cell.entry.options})
-    tokens = case.batch_size * case.length
-    job = make_job(dimensions_of(family, values), case.lora, tokens, case.accumulation, stream, device.type == "cuda")
-    plan = None
-    if budget == LEAST:
-        plan = smallest_plan(job, card_of(device), stream)
-    elif budget is not None:
-        plan = planned(
-            stream.model_copy(update={"vram": budget}),
-            family,
-            values,
-            case.lora,
-            tokens=tokens,
-            rows=case.batch_size,
-            micro_batches=case.accumulation,
-            device=device,
-        )
+    shape: Any = {"tokens": case.batch_size * case.length, "rows": case.batch_size, "micro_batches": case.accumulation}
+    if budget is not None:
+        # `stream` keeps what was set by hand; the plan leaves that alone.
+        stream = StreamConfig(**{**stream.model_dump(exclude_unset=True), "vram": budget})
+    plan = planned(stream, family, values, case.lora, **shape, device=device)
     if plan is not None:
         enforce(plan, device)
+    card = card_of(device)
     settings: Any = {} if plan is not None else stream.model_dump()
     model = library.load(
         cell.directory, lora=_lora(cell), seed=case.seed, device=device, plugins=plugins, plan=plan, **settings
     )
     make_adapters_count(model, case.seed)
-    _choose_attention(cell)
     engine = engine_of(model)
     kept: list[torch.optim.Optimizer] = []
 
@@ -81,7 +68,9 @@ def poros(cell: Cell) -> Trainee:
         return kept[-1]
 
     def record() -> dict[str, Any]:
-        predicted = plan or describe(job, engine.config, card_of(device))
+        on_gpu = device.type == "cuda"
+        job = make_job(dimensions_of(family, values), case.lora, **shape, stream=engine.config, graphs=on_gpu)
+        predicted = plan or describe(job, engine.config, card)
         found = allocated_components(model, kept[-1])
         return {
             "stream": engine.config.model_dump(mode="json"),
@@ -93,6 +82,7 @@ def poros(cell: Cell) -> Trainee:
         model=model,
         device=device,
         make_optimizer=make_optimizer,
+        attention=case.attention,
         accumulate=engine.accumulate,
         clip=clip_gradients,
         record=record,
@@ -132,6 +122,7 @@ def unsloth(cell: Cell) -> Trainee:
         model=model,
         device=adapter.device,
         make_optimizer=torch.optim.AdamW,
+        attention=None,
         record=lambda: {"method_version": importlib.metadata.version("unsloth")},
         dtype_policy=DTYPE_POLICY.replace("float32", str(adapter.dtype).removeprefix("torch.")),
     )
@@ -152,14 +143,3 @@ def _lora(cell: Cell) -> Any:
 
     family = load_plugins().architecture_for(str(read_config(cell.directory)["model_type"]))
     return narrowed(lora_config(cell.case.lora), family, AutoConfig.from_pretrained(cell.directory).get_text_config())
-
-
-def _choose_attention(cell: Cell) -> None:
-    """The case's attention path, for the rest of the process."""
-    from poros.engine.attention import attention_path
-
-    _ENTERED.append(attention_path(cell.case.attention))
-    _ENTERED[-1].__enter__()
-
-
-_ENTERED: list[Any] = []

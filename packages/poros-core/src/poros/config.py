@@ -30,6 +30,9 @@ ExecutorName = Literal["auto", "eager", "graphs"]
 """What runs a block: ordinary Python, or recorded CUDA graphs."""
 
 
+LEAST = "least"
+"""The budget that is the smallest which works."""
+
 Place = Literal["device", "host"]
 """Where something lives: in the GPU's memory, or in the host's."""
 
@@ -141,7 +144,7 @@ class StreamConfig(Part):
     )
     vram: str | None = Field(
         None,
-        description="GPU memory that the process may take, as `12GB` or `11.5GiB`, or `auto` for what is free: "
+        description="GPU memory that the process may take: `12GB`, `11.5GiB`, `auto` for what is free, or `least`; "
         "settings of this part that aren't given are chosen so that the run is the fastest that fits",
     )
     tokens: PositiveInt | None = Field(
@@ -157,7 +160,7 @@ class StreamConfig(Part):
     @field_validator("vram", mode="before")
     @classmethod
     def _a_size(cls, value: Any) -> Any:
-        if value is not None and value != "auto":
+        if value is not None and value not in ("auto", LEAST):
             parse_size(value)
             return str(value)
         return value

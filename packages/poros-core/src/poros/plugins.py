@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from poros import hookspecs
-from poros.architecture import Architecture
+from poros.architecture import Architecture, PublishedShape
 from poros.errors import PluginError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -88,6 +88,12 @@ class Plugins:
         return () if hook is None else tuple(method for group in hook() for method in group)
 
     # -- look-ups -----------------------------------------------------------------------------------------------------
+
+    def published(self, name: str) -> tuple[Architecture, PublishedShape] | None:
+        """The family and the published shape whose id is `name`; None if there is none."""
+        return next(
+            ((family, shape) for family in self.architectures() for shape in family.published if shape.id == name), None
+        )
 
     def architecture_for(self, model_type: str) -> Architecture:
         """The family of a `model_type`.

@@ -60,7 +60,7 @@ MIXED = [gated_layer(hidden=512, inner=1024 if index % 3 else 4096, query=512, k
 
 
 @pytest.mark.parametrize(
-    ("change", "block_size"), [({}, 1), ({"tied": True}, 2), ({"layers": MIXED}, 1), ({"shares": True}, 1)]
+    ("change", "block_size"), [({}, 1), ({}, 6), ({"tied": True}, 2), ({"layers": MIXED}, 1), ({"shares": True}, 1)]
 )
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("graphs", [True, False])
@@ -224,6 +224,9 @@ def test_host_memory_counts_what_goes_there() -> None:
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 5070 Ti", "rtx-5070-ti"),
+        ("NVIDIA GeForce RTX 3060 Ti", None),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx-4060-ti-16gb"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", None),
         ("NVIDIA L40", None),
         ("NVIDIA L4", "l4"),
         ("NVIDIA H200", "h200"),

@@ -127,13 +127,14 @@ def _find(model: str, plugins: Plugins) -> tuple[Architecture, dict[str, Any]]:
                 f"{directory} has no config.json with a model_type", "give a checkpoint's directory"
             ) from error
         return plugins.architecture_for(str(model_type)), values
-    shapes = {shape.id: (family, shape) for family in plugins.architectures() for shape in family.published}
-    if model not in shapes:
+    found = plugins.published(model)
+    if found is None:
+        ids = [shape.id for family in plugins.architectures() for shape in family.published]
         raise CheckpointError(
             f"there is neither a directory nor a published shape {model!r}",
-            f"download the checkpoint's config.json, or take one of {', '.join(shapes)}",
+            f"download the checkpoint's config.json, or take one of {', '.join(ids)}",
         )
-    family, shape = shapes[model]
+    family, shape = found
     return family, dict(shape.config)
 
 

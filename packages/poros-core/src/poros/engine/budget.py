@@ -12,12 +12,12 @@ import psutil
 import torch
 
 from poros.architecture import Architecture
-from poros.config import LoraPart, StreamConfig, parse_size
+from poros.config import LEAST, LoraPart, StreamConfig, parse_size
 from poros.dimensions import Values
 from poros.errors import BudgetError, ConfigError
 from poros.plan.cards import CARDS, Card, card_named
-from poros.plan.fit import dimensions_of, fit, make_job
-from poros.plan.search import Plan
+from poros.plan.fit import dimensions_of, fit, fixed_settings, make_job
+from poros.plan.search import Plan, smallest_plan
 from poros.provenance import host_ram_bytes
 from poros.store.tiers import make_store
 
@@ -70,11 +70,13 @@ def planned(
             "vram is given, but not the tokens of a micro-batch, on which memory depends",
             "give `tokens`: rows at a time, times the longest row",
         )
+    budget = None if stream.vram == LEAST else budget_bytes(stream.vram, device)
     card = card_of(device)
-    budget = budget_bytes(stream.vram, device)
     dimensions = dimensions_of(architecture, values)
     dimensions = dataclasses.replace(dimensions, layers=dimensions.layers[:num_layers])
     job = make_job(dimensions, lora, tokens, micro_batches, stream, device.type == "cuda", rows)
+    if budget is None:
+        budget = smallest_plan(job, card, stream, fixed | fixed_settings(stream)).device_bytes
     return fit(job, card, budget, stream, host_bytes_free(), fixed)
 
 

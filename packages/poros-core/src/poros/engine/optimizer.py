@@ -25,6 +25,7 @@ from poros.config import Tier
 from poros.dimensions import aligned
 from poros.engine.engine import Engine
 from poros.engine.gradients import HostGradients
+from poros.plan.memory import PIECE_BYTES
 from poros.store.store import HostStore
 from poros.store.tiers import make_store
 
@@ -53,7 +54,7 @@ class HostAdamW(torch.optim.AdamW):
         foreach: bool | None = None,
         fused: bool | None = None,
         tier: Tier = "auto",
-        piece_bytes: int = 16_000_000,
+        piece_bytes: int = PIECE_BYTES,
         gradients: HostGradients | None = None,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=foreach, fused=fused)

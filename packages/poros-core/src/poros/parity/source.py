@@ -173,12 +173,7 @@ def find_source(model: str, revision: str | None, setting: Setting) -> Source:
 
 def find_published(model: str, plugins: Plugins) -> tuple[Architecture, PublishedShape] | None:
     """The published shape that a name means, or None: it means a checkpoint."""
-    if Path(model).exists():
-        return None
-    return next(
-        ((family, shape) for family in plugins.architectures() for shape in family.published if shape.id == model),
-        None,
-    )
+    return None if Path(model).exists() else plugins.published(model)
 
 
 def planned_setting(model: str, revision: str | None, setting: Setting, tokens: int, micro_batches: int) -> Setting:

@@ -40,7 +40,8 @@ class Card:
 
 
 _REACHED = {"link": 55.4 / 64, "tflops": 734 / 989, "memory": 3850 / 4800}
-"""Reached on the H200 over its maker's figures: PCIe 5.0 x16, dense bf16, HBM3e."""
+"""Reached on the H200 over its maker's figures: PCIe 5.0 x16 (validation/cells_h200.jsonl); dense bf16 and HBM3e of
+early probes, which left no receipt."""
 
 
 def _card(name: str, vram_gb: float, link: float, tflops: float, memory: float) -> Card:
@@ -98,5 +99,16 @@ def card_named(name: str) -> Card | None:
     words = set(name.upper().replace("-", " ").split())
     if "LAPTOP" in words:
         return None
-    known = [card for card in CARDS.values() if set(card.name.upper().split()) <= words]
-    return max(known, key=lambda card: len(card.name), default=None)
+
+    def means(card: Card) -> bool:
+        own = set(card.name.upper().split())
+        sizes = {word for word in own if word.endswith("GB")}
+        if words & _VARIANTS != own & _VARIANTS or not own - sizes <= words:
+            return False
+        return sizes <= words or not any(word.endswith("GB") for word in words)
+
+    return next(filter(means, CARDS.values()), None)
+
+
+_VARIANTS = {"TI", "SUPER", "D"}
+"""Words that make another card of a name."""

@@ -1,9 +1,9 @@
 """Choosing where everything lives: the fastest run that fits.
 
-Every choice is exact, so the only question is time. There are few of them: each of five things is on the device or on
+Every choice is exact, so the only question is time. There are few of them: each of six things is on the device or on
 the host, there are one to four slots, weights are restored once a visit or at each use, and resident blocks keep their
-activations or don't. For each of these combinations as many blocks stay on the device as fit. So nothing is left out,
-and more memory never makes a plan slower.
+activations or don't. For each of these combinations as many blocks stay on the device as fit, so that more memory
+doesn't make a plan slower; tests compare it with brute force.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Plan:
         """What a person wants to know of it, in a few lines."""
         usual = StreamConfig()
         away = [
-            name for name in ("embedding", "head", "optimizer", "boundaries") if getattr(self.stream, name) == "host"
+            name
+            for name in ("embedding", "head", "optimizer", "gradients", "boundaries")
+            if getattr(self.stream, name) == "host"
         ]
         resident = "every block" if self.stream.resident == "all" else f"{self.stream.resident} blocks"
         kept = "" if self.stream.recompute == usual.recompute else ", which keep their activations"
@@ -135,7 +137,7 @@ def candidates(job: Job, base: StreamConfig, free: Collection[str] | None = None
 
 
 def most_resident(job: Job, fits: Callable[[int], bool]) -> int | None:
-    """The largest number of resident blocks that fits, or None if not even none does. More always takes more."""
+    """A number of resident blocks that fits while one more doesn't, or None if not even none does."""
     if not fits(0):
         return None
     low, high = 0, len(job.blocks)
@@ -215,8 +217,10 @@ def smallest_plan(job: Job, card: Card, base: StreamConfig | None = None, fixed:
     def cost(stream: StreamConfig) -> tuple[int, float]:
         return sum(device_components(job, stream, card).values()), step_seconds(job, stream, card).step
 
-    resident = {"resident": (base or StreamConfig()).resident if "resident" in fixed else 0}
-    streams = (c.model_copy(update=resident) for c in candidates(job, base or StreamConfig(), free))
+    base = base or StreamConfig()
+    # Where every block stays, neither slots nor restored weights are needed: with few blocks that may be the least.
+    counts = (base.resident,) if "resident" in fixed else (0, "all")
+    streams = (c.model_copy(update={"resident": n}) for c in candidates(job, base, free) for n in counts)
     return describe(job, min(streams, key=cost), card)
 
 

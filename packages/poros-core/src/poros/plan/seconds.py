@@ -17,19 +17,19 @@ from poros.plan.job import FLOAT32, Job
 from poros.plan.memory import activation_bytes, head_travels, keeping_blocks
 
 KERNELS_FORWARD = 120
-"""Small kernels of a layer's forward pass, counted in a trace of Qwen2.5."""
+"""Small kernels of a layer's forward pass, an assumption; a card's `kernel_us` is fitted to it."""
 
 KERNELS_BACKWARD = 250
 """The same of its backward pass."""
 
 GATHERING = 0.5e-3
-"""Seconds for which the GPU waits while rows are gathered on the host, beside their copy."""
+"""Seconds for which the GPU waits while rows are gathered on the host, beside their copy: an assumption."""
 
 PAGEABLE = 9.6e9
-"""Bytes a second of copies from memory that isn't pinned, measured on the H200's host."""
+"""Bytes a second of copies from memory that isn't pinned: an assumption, of a probe without a receipt."""
 
 TRAFFIC = 6
-"""How often the activations of a layer go to the GPU's memory and back, forward and backward together."""
+"""How often a layer's activations go to the GPU's memory and back, both directions together: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,14 @@ class Seconds:
         copying: Seconds for which the link is busy.
         computing: Seconds for which the GPU is busy.
         copied_bytes: What travels to the device.
+        bound_by: Which of the two decides, with what it can't share with the other.
     """
 
     step: float
     copying: float
     computing: float
     copied_bytes: int
-
-    @property
-    def bound_by(self) -> Literal["link", "compute"]:
-        """Which of the two decides."""
-        return "link" if self.copying > self.computing else "compute"
+    bound_by: Literal["link", "compute"]
 
 
 def copied_bytes(job: Job, stream: StreamConfig) -> int:
@@ -149,5 +146,6 @@ def step_seconds(job: Job, stream: StreamConfig, card: Card) -> Seconds:
     if stream.slots == 1 and len(resident) < len(job.blocks):
         # The next block can't come before this one was taken out, or before it was done with.
         only_computing = restoring + only_computing if takes_out else computing
-    step = max(copying + only_computing, computing + only_copying)
-    return Seconds(step, copying, computing, copied)
+    by_link, by_compute = copying + only_computing, computing + only_copying
+    decides: Literal["link", "compute"] = "link" if by_link > by_compute else "compute"
+    return Seconds(max(by_link, by_compute), copying, computing, copied, decides)
