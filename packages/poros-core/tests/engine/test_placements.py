@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from torch import nn
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 import poros
 from poros.architecture import Architecture
@@ -20,14 +17,11 @@ from poros.config import LoraPart, StreamConfig, StreamOptions
 from poros.engine.adapters import lora_config
 from poros.engine.attach import attach
 from poros.engine.attention import attention_path
-from poros.engine.boundaries import HostBoundaries
 from poros.engine.engine import engine_of
-from poros.engine.gradients import HostGradients
-from poros.engine.loss import PiecewiseLoss
-from poros.engine.optimizer import HostAdamW, adamw_for
+from poros.engine.optimizer import adamw_for
 from poros.engine.parts import DecoderParts, causal_lm
 from poros.engine.vocabulary import HostEmbedding, HostHead
-from poros.errors import ConfigError, StreamError, UnsupportedError
+from poros.errors import StreamError
 from poros.parity.stock import Work, gradient_of, load_stock, make_adapters_count, train
 from poros.parity.surfaces import SURFACES, Trace, compare
 from poros.plugins import Plugins
@@ -318,6 +312,8 @@ def test_a_second_backward_pass_and_one_after_an_evaluation(checkpoint: Callable
             **options,  # type: ignore[arg-type]
         )
         make_adapters_count(model, 0)
+        adapters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = adamw_for(engine_of(model))(adapters)
         ids = torch.arange(24).view(1, -1)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=ids, labels=ids).loss
@@ -325,8 +321,6 @@ def test_a_second_backward_pass_and_one_after_an_evaluation(checkpoint: Callable
                 model(input_ids=ids.flip(-1))
         loss.backward(retain_graph=True)
         loss.backward()
-        adapters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = adamw_for(engine_of(model))(adapters)
         gradients.append([found for p in adapters if (found := gradient_of(optimizer, p)) is not None])
     assert len(gradients[0]) == 2 * 7 * 5
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
@@ -339,209 +333,6 @@ def test_generating_with_a_travelling_head(checkpoint: Callable[..., Path], plug
         model = poros.load(directory, device="cpu", plugins=plugins, **options)  # type: ignore[arg-type]
         texts.append(model.generate(torch.tensor([[2, 5, 9]]), max_new_tokens=8, do_sample=False))
     assert torch.equal(*texts)
-
-
-# -- boundaries -------------------------------------------------------------------------------------------------------
-
-
-def test_host_memory_of_boundaries_is_used_again() -> None:
-    boundaries = HostBoundaries(CPU)
-    for _ in range(5):
-        kept = [boundaries.put(torch.full((1, 4, 8), float(n))) for n in range(8)]
-        for n, boundary in reversed(list(enumerate(kept))):
-            assert boundary.take().unique().tolist() == [n]
-        del kept, boundary
-    assert boundaries.nbytes == 8 * 4 * 8 * 4
-    abandoned = boundaries.put(torch.zeros(1, 4, 8))
-    del abandoned  # a forward pass without a backward pass
-    assert boundaries.nbytes == 8 * 4 * 8 * 4
-    boundaries.close()
-
-
-def test_nothing_is_held_on_the_device_once_it_was_used(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
-    """Autograd's graph lives as long as the loss does, and with it whatever a block's function holds."""
-    model = poros.load(
-        checkpoint("qwen2", {}), lora=lora_config(LoraPart(rank=4)), device="cpu", plugins=plugins, boundaries="host"
-    )
-    brought: list[weakref.ref[torch.Tensor]] = []
-    boundaries = engine_of(model).boundaries
-    assert boundaries is not None
-    bring = boundaries.bring
-
-    def seen(host: torch.Tensor, gone: Any) -> tuple[torch.Tensor, Any]:
-        found = bring(host, gone)
-        brought.append(weakref.ref(found[0]))
-        return found
-
-    boundaries.bring = seen  # type: ignore[method-assign]
-    ids = torch.arange(24).view(1, -1)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    assert len(brought) == 5
-    assert [tensor() for tensor in brought] == [None] * 5
-    assert loss.grad_fn is not None
-
-
-# -- the optimizer ----------------------------------------------------------------------------------------------------
-
-
-def make_parameters(seed: int) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((8, 5), (3,), (64, 64), (1, 1), (7, 9))]
-
-
-def steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], count: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for step in range(count):
-        for number, parameter in enumerate(parameters):
-            # The last one begins to learn later; the second one pauses.
-            late = number == len(parameters) - 1 and step == 0
-            pauses = number == 1 and step == 2
-            parameter.grad = None if late or pauses else torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 200, 10_000_000])
-@pytest.mark.parametrize("how", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_the_update_is_torchs(piece_bytes: int, how: dict[str, bool]) -> None:
-    results = []
-    for make in (torch.optim.AdamW, HostAdamW):
-        parameters = make_parameters(0)
-        groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 3e-2, "weight_decay": 0.0}]
-        options: dict[str, Any] = {"piece_bytes": piece_bytes} if make is HostAdamW else {}
-        optimizer = make(groups, lr=1e-2, betas=(0.8, 0.95), **how, **options)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        steps(optimizer, parameters, 3, 1)
-        schedule.step()
-        steps(optimizer, parameters, 3, 2)
-        results.append((parameters, optimizer))
-    for one, other in zip(results[0][0], results[1][0], strict=True):
-        assert torch.equal(one, other)
-        states = results[0][1].state[one], results[1][1].state[other]
-        assert states[0].keys() == states[1].keys()
-        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-
-
-@pytest.mark.parametrize("source", [torch.optim.AdamW, HostAdamW])
-def test_a_state_is_taken_over(source: type[torch.optim.AdamW]) -> None:
-    """Of its own class or of torch's: a run may be resumed with its moments elsewhere."""
-    straight = make_parameters(0)
-    first = source(straight, lr=1e-2)
-    steps(first, straight, 3, 1)
-    resumed = [nn.Parameter(parameter.detach().clone()) for parameter in straight]
-    second = HostAdamW(resumed, lr=1e-3)
-    second.load_state_dict(first.state_dict())
-    assert second.param_groups[0]["lr"] == 1e-2
-    for one, other in ((straight, first), (resumed, second)):
-        steps(other, one, 3, 2)  # type: ignore[arg-type]
-    assert all(torch.equal(one, other) for one, other in zip(straight, resumed, strict=True))
-
-
-def test_a_state_that_was_dropped_is_gone() -> None:
-    ours, theirs = make_parameters(0), make_parameters(0)
-    optimizers = HostAdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
-    for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
-        steps(optimizer, parameters, 3, 1)
-        fresh = optimizer.state_dict()
-        del fresh["state"][2]
-        optimizer.load_state_dict(fresh)
-        steps(optimizer, parameters, 2, 2)
-        optimizer.state.clear()
-        steps(optimizer, parameters, 2, 3)
-    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("lengths", [(8, 24, 16, 24), (24, 8, 16)])
-def test_shorter_rows_take_no_host_memory_of_their_own(lengths: tuple[int, ...]) -> None:
-    boundaries = HostBoundaries(CPU)
-    for length in lengths:
-        kept = [boundaries.put(torch.full((1, length, 8), float(n))) for n in range(5)]
-        for n, boundary in reversed(list(enumerate(kept))):
-            hidden = boundary.take()
-            assert hidden.shape == (1, length, 8)
-            assert hidden.unique().tolist() == [n]
-        del kept, boundary
-    assert boundaries.nbytes <= 8 * (24 + (8 if lengths[0] == 8 else 0)) * 8 * 4
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 200, 10_000_000])
-@pytest.mark.parametrize("max_norm", [1.0, 1e6, None])
-def test_clipping_and_updating_with_gradients_on_the_host(piece_bytes: int, max_norm: float | None) -> None:
-    kept = HostGradients(CPU)
-    ours, theirs = make_parameters(0), make_parameters(0)
-    optimizers = (
-        HostAdamW(ours, lr=1e-2, piece_bytes=piece_bytes, gradients=kept),
-        torch.optim.AdamW(theirs, lr=1e-2),
-    )
-    generator = torch.Generator().manual_seed(1)
-    for step in range(4):
-        for _ in range(1 + step % 2):  # a loop over micro-batches adds gradients up
-            fresh = [
-                None if (step, n) == (2, 1) else torch.randn(p.shape, generator=generator) for n, p in enumerate(ours)
-            ]
-            kept.add(ours, fresh)
-            for parameter, gradient in zip(theirs, fresh, strict=True):
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        for one, other in zip(ours, theirs, strict=True):
-            found = optimizers[0].gradient(one)
-            assert (found is None) == (other.grad is None)
-            assert found is None or torch.equal(found, other.grad)  # type: ignore[arg-type]
-        if max_norm is not None:
-            norms = optimizers[0].clip_grad_norm_(max_norm), torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-            assert torch.equal(*norms)
-        for optimizer in optimizers:
-            optimizer.step()
-        optimizers[1].zero_grad()
-        assert all(parameter not in kept for parameter in ours)  # used up
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def test_gradients_that_somebody_listens_to_stay(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
-    model = poros.load(
-        checkpoint("qwen2", {}),
-        lora=lora_config(LoraPart(rank=4)),
-        device="cpu",
-        plugins=plugins,
-        optimizer="host",
-        gradients="host",
-    )
-    next(p for p in model.parameters() if p.requires_grad).register_hook(lambda gradient: None)
-    ids = torch.arange(8).view(1, -1)
-    with pytest.raises(StreamError, match="hook"):
-        model(input_ids=ids, labels=ids).loss.backward()
-    with pytest.raises(ConfigError, match="optimizer"):
-        poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, gradients="host")
-
-
-# -- the loss ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("vocabulary", [128, 1001])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num_items", [None, 37, torch.tensor(37)])
-@pytest.mark.parametrize("rows", [16, 32, 1024])
-def test_the_loss_is_stocks(vocabulary: int, dtype: torch.dtype, num_items: Any, rows: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(2, 45, vocabulary, generator=generator)).to(dtype)
-    labels = torch.randint(0, vocabulary, (2, 45), generator=generator)
-    labels[1, 30:] = -100
-    found = []
-    for loss_function in (ForCausalLMLoss, PiecewiseLoss(rows)):
-        leaf = logits.clone().requires_grad_()
-        loss = loss_function(logits=leaf, labels=labels, vocab_size=vocabulary, num_items_in_batch=num_items)
-        (loss * 0.5).backward()
-        found.append((loss.detach(), leaf.grad))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
-
-
-def test_a_loss_of_ones_own_is_not_replaced(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
-    model = load_stock(checkpoint("qwen2", {}), lora_config(LoraPart(rank=4)), 0, CPU)
-    causal_lm(model).loss_function = lambda logits, labels, **kwargs: logits.sum()
-    with pytest.raises(UnsupportedError, match="not the one"):
-        attach(model, plugins=plugins, loss_rows=16)
-    ids = torch.arange(8).view(1, -1)
-    assert torch.isfinite(model(input_ids=ids).logits).all()  # nothing was taken from it
 
 
 def test_the_options_are_the_configs() -> None:

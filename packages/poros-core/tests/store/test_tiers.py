@@ -26,6 +26,7 @@ class Driver:
         self.room = room
         self.locked: dict[int, int] = {}
         self.errors_cleared = 0
+        self.locked_when_waited: list[int] = []
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if sum(self.locked.values()) + size > self.room:
@@ -47,6 +48,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         driver.errors_cleared += 1
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: driver.locked_when_waited.append(len(driver.locked)))
     monkeypatch.setattr(tiers, "_clear_error", clear)
     monkeypatch.setattr(tiers, "_work_near", lambda device: None)
     return driver
@@ -59,6 +61,7 @@ def test_exactly_what_is_needed_is_locked_and_unlocked(driver: Driver) -> None:
     assert driver.locked == {store.slab(i).data_ptr(): size for i, size in enumerate((100, 7, 333))}
     store.close()
     assert driver.locked == {}
+    assert driver.locked_when_waited == [3]  # a copy may have been under way until then
     store.close()
 
 
@@ -89,6 +92,7 @@ def test_a_sandbox_that_forbids_affinities_is_no_reason_to_fail(monkeypatch: pyt
         raise PermissionError("not here")
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: driver.locked_when_waited.append(len(driver.locked)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(tiers, "processors_near", lambda device: {0})
     monkeypatch.setattr(tiers.os, "sched_setaffinity", forbidden)

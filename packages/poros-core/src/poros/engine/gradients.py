@@ -11,7 +11,7 @@ an earlier one (an ordinary loop over micro-batches) fetches that first, adds on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ class HostGradients:
         self._present: dict[nn.Parameter, Tensor] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()
         self._out: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._claimed = False
+
+    def claim(self) -> None:
+        """Say that somebody will use the gradients up. Until then none is taken: they would wait for nobody."""
+        self._claimed = True
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._present
@@ -69,8 +74,13 @@ class HostGradients:
             gradients: On the device; None for a parameter that took no part.
 
         Raises:
-            StreamError: somebody listens to a gradient.
+            StreamError: somebody listens to a gradient, or no optimizer knows of these gradients.
         """
+        if not self._claimed:
+            raise StreamError(
+                "gradients go to the host, but no optimizer was made that uses them from there",
+                "make it before the first backward pass: poros.HostAdamW(parameters, gradients=engine.gradients)",
+            )
         there = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
         sums = []
         for parameter, gradient in there:
@@ -120,10 +130,11 @@ class HostGradients:
         if self._out is not None:
             self._out.synchronize()
 
-    def clear(self) -> None:
-        """Forget all gradients."""
+    def clear(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget the gradients of some parameters; of all by default."""
         self.arrive()  # what is still leaving may not be given up
-        self._present.clear()
+        for parameter in list(self._present) if parameters is None else parameters:
+            self._present.pop(parameter, None)
         self._leaving.clear()
 
     def close(self) -> None:

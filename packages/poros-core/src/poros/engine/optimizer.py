@@ -25,11 +25,13 @@ from poros.config import Tier
 from poros.dimensions import aligned
 from poros.engine.engine import Engine
 from poros.engine.gradients import HostGradients
+from poros.errors import UnsupportedError
 from poros.plan.memory import PIECE_BYTES
 from poros.store.store import HostStore
 from poros.store.tiers import make_store
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+VARIANTS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -66,6 +68,7 @@ class HostAdamW(torch.optim.AdamW):
         self._gradients = gradients
         self._coefficient: Tensor | None = None
         if gradients is not None:
+            gradients.claim()
             gradients.register([parameter for group in self.param_groups for parameter in group["params"]])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -94,8 +97,8 @@ class HostAdamW(torch.optim.AdamW):
 
     def _forget(self) -> None:
         self._coefficient = None
-        if self._gradients is not None:
-            self._gradients.clear()
+        if self._gradients is not None:  # another optimizer may have others
+            self._gradients.clear(parameter for group in self.param_groups for parameter in group["params"])
 
     def _learns(self, parameter: nn.Parameter) -> bool:
         return parameter.grad is not None if self._gradients is None else parameter in self._gradients
@@ -124,7 +127,17 @@ class HostAdamW(torch.optim.AdamW):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of this class or of torch's AdamW. Nothing of it goes to the device."""
+        """Take over a state, of this class or of torch's AdamW. Nothing of it goes to the device.
+
+        Raises:
+            UnsupportedError: it is of a variant of AdamW that this class doesn't have.
+        """
+        variants = [name for name in VARIANTS for group in state_dict["param_groups"] if group.get(name)]
+        if variants:
+            raise UnsupportedError(
+                f"the state is of AdamW with {variants[0]}, which moments on the host don't have",
+                "set stream.optimizer to device",
+            )
         self.synchronize()
         # Copies: what `state_dict` gave are the very tensors that are filled below.
         saved_states = copy.deepcopy(state_dict["state"])

@@ -63,7 +63,7 @@ class PinnedStore(PageableStore):
         super().__init__(sizes)
         registered: list[Tensor] = []
         # Runs at `close`, or when the store is dropped; it holds the slabs, so they are unpinned before they are freed.
-        self._unpin = weakref.finalize(self, _unpin, registered)
+        self._unpin = weakref.finalize(self, _unpin, registered, device)
 
         def pin(slab: Tensor) -> int:
             code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
@@ -128,7 +128,9 @@ def parse_processors(text: str) -> set[int]:
     return found
 
 
-def _unpin(slabs: list[Tensor]) -> None:
+def _unpin(slabs: list[Tensor], device: torch.device) -> None:
+    if slabs:
+        torch.cuda.synchronize(device)  # a copy from or to them may still be under way, on whatever stream
     while slabs:
         torch.cuda.cudart().cudaHostUnregister(slabs.pop().data_ptr())
 

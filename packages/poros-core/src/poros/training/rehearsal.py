@@ -43,6 +43,8 @@ def rehearse(model: Any, rows: int, tokens: int, micro_batches: int, marks: Sequ
     states = {where: rng_state(where) for where in {torch.device("cpu"), device}}
     was_training = model.training
     model.train()
+    if engine.gradients is not None:
+        engine.gradients.claim()  # the Trainer's optimizer isn't there yet
     try:
         # Room for what the optimizer will have from its first step on.
         moments = 0 if engine.plan is None else engine.plan.device["moments"]
