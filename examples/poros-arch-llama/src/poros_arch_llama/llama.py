@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer, uniform_model
 
 TINY = {
     "model_type": "llama",
@@ -40,13 +40,7 @@ def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
         key_value=values.get("num_key_value_heads", heads) * head_dim,
         biases=(*attention, *mlp),
     )
-    return ModelDimensions(
-        layers=(layer,) * values["num_hidden_layers"],
-        hidden=hidden,
-        vocabulary=values.get("vocab_size", 32000),
-        tied=values.get("tie_word_embeddings", False),
-        outer_vectors=hidden,
-    )
+    return uniform_model(layer, values, vocabulary=32000, tied=False)
 
 
 def _rope(factor: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, Unsupported, gated_layer
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, Unsupported, gated_layer, uniform_model
 
 # 96 is no square: the embedding scale sqrt(96) is rounded to bf16, which shows when it isn't.
 TINY = {
@@ -62,13 +62,8 @@ def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
         head_norm=head_dim,
         biases=("q_proj", "k_proj", "v_proj", "o_proj") if values.get("attention_bias") else (),
     )
-    return ModelDimensions(
-        layers=(layer,) * values["num_hidden_layers"],
-        hidden=hidden,
-        vocabulary=values.get("vocab_size", 262208),
-        tied=values.get("tie_word_embeddings", True),
-        outer_vectors=hidden,
-        has_softcap=values.get("final_logit_softcapping") is not None,
+    return uniform_model(
+        layer, values, vocabulary=262208, tied=True, has_softcap=values.get("final_logit_softcapping") is not None
     )
 
 

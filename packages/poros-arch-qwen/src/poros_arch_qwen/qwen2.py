@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer, uniform_model
 
 TINY = {
     "model_type": "qwen2",
@@ -37,13 +37,7 @@ def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
         key_value=values.get("num_key_value_heads", 32) * head_dim,
         biases=("q_proj", "k_proj", "v_proj"),
     )
-    return ModelDimensions(
-        layers=(layer,) * values["num_hidden_layers"],
-        hidden=hidden,
-        vocabulary=values.get("vocab_size", 151936),
-        tied=values.get("tie_word_embeddings", False),
-        outer_vectors=hidden,
-    )
+    return uniform_model(layer, values, vocabulary=151936, tied=False)
 
 
 def _shape(size: str, hidden: int, inner: int, layers: int, heads: int, kv: int, parameters: int) -> PublishedShape:

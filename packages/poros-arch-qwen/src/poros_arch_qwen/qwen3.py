@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer, uniform_model
 
 # head_dim is not hidden_size / num_attention_heads, as in several of the released sizes.
 TINY = {
@@ -39,13 +39,7 @@ def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
         head_norm=head_dim,
         biases=("q_proj", "k_proj", "v_proj", "o_proj") if values.get("attention_bias") else (),
     )
-    return ModelDimensions(
-        layers=(layer,) * values["num_hidden_layers"],
-        hidden=hidden,
-        vocabulary=values.get("vocab_size", 151936),
-        tied=values.get("tie_word_embeddings", False),
-        outer_vectors=hidden,
-    )
+    return uniform_model(layer, values, vocabulary=151936, tied=False)
 
 
 def _shape(size: str, hidden: int, inner: int, layers: int, heads: int, parameters: int) -> PublishedShape:

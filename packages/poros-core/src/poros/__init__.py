@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from poros.architecture import Architecture, ParityCase, PublishedShape, Unsupported
-from poros.dimensions import LayerDimensions, ModelDimensions, gated_layer
+from poros.dimensions import LayerDimensions, ModelDimensions, gated_layer, uniform_model
 from poros.errors import PorosError
 from poros.hookspecs import hookimpl
 
@@ -41,6 +41,7 @@ __all__ = [
     "gated_layer",
     "hookimpl",
     "load",
+    "uniform_model",
 ]
 
 

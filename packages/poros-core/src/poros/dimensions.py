@@ -182,3 +182,25 @@ def gated_layer(
         if "k_proj" not in without:
             vectors["self_attn.k_norm"] = head_norm
     return LayerDimensions(linears=linears, vectors=vectors, query=query, key_value=key_value)
+
+
+def uniform_model(
+    layer: LayerDimensions, values: Values, *, vocabulary: int, tied: bool, has_softcap: bool = False
+) -> ModelDimensions:
+    """A model whose layers all have the same sizes, with one norm behind them.
+
+    Args:
+        layer: Each of its layers.
+        values: Of the text part of a `config.json`.
+        vocabulary: Tokens, where the values don't say.
+        tied: Whether head and embedding are one, where the values don't say.
+        has_softcap: Whether the final logits are capped.
+    """
+    return ModelDimensions(
+        layers=(layer,) * values["num_hidden_layers"],
+        hidden=values["hidden_size"],
+        vocabulary=values.get("vocab_size", vocabulary),
+        tied=values.get("tie_word_embeddings", tied),
+        outer_vectors=values["hidden_size"],
+        has_softcap=has_softcap,
+    )
