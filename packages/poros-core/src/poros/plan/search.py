@@ -194,12 +194,14 @@ def best_plan(
         if "resident" in fixed:
             counts: list[int | Literal["all"]] = [base.resident]
         else:
-            found = most_resident(job, partial(fits_with, candidate))
-            # Layers of several sizes: a larger number of other blocks may take less. And where every block stays,
-            # neither slots nor restored weights are needed, so all may fit where one fewer doesn't.
-            last = len(job.blocks)
-            near = range(max(0, (found or 0) - _NEAR), min((found or 0) + _NEAR, last) + 1)
-            counts = [*near, "all"]
+            everything = candidate.model_copy(update={"resident": "all"})
+            if best is not None and step_seconds(job, everything, card).step > best[0][0]:
+                continue  # no number of resident blocks makes it the fastest
+            found = most_resident(job, partial(fits_with, candidate)) or 0
+            # Blocks of several sizes: a larger number of other ones may take less. And where every block stays, neither
+            # slots nor restored weights are needed, so all may fit where one fewer doesn't.
+            reach = 0 if len(set(job.block_bytes)) == 1 else _NEAR
+            counts = [*range(max(0, found - reach), min(found + reach, len(job.blocks)) + 1), "all"]
         for count in counts:
             stream = candidate.model_copy(update={"resident": count})
             if not fits(stream):
