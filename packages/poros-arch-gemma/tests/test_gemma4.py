@@ -13,7 +13,8 @@ from transformers import AutoConfig
 
 import poros
 from poros import ParityCase, PublishedShape
-from poros.errors import CheckpointError
+from poros.errors import CheckpointError, UnsupportedError
+from poros.parity.resident import random_resident
 from poros.testing.checkpoints import make_checkpoint
 from poros.testing.conformance import ArchitectureConformance, Checkpoint
 from poros_arch_gemma.gemma4 import E_SERIES, GEMMA4, GEMMA4_MULTIMODAL
@@ -77,3 +78,24 @@ def test_what_is_refused_is_refused_by_name() -> None:
         refusal = GEMMA4.refusal(AutoConfig.for_model(**{**GEMMA4.tiny_config, **values}))
         assert refusal is not None
         assert refusal.name == name
+
+
+@OLD
+@pytest.mark.parametrize("layers", [1, 3, 4, 5])
+def test_a_model_that_shares_can_be_cut_anywhere(layers: int) -> None:
+    """Layers that share are counted from the last one; the first layers of a model stay what they are."""
+    config = {**GEMMA4.tiny_config, **E_SERIES}
+    whole = AutoConfig.for_model(**config)
+    kinds = GEMMA4.layer_kinds(whole)
+    model = random_resident(GEMMA4, config, torch.device("cpu"), layers).train()
+    assert list(GEMMA4.layer_kinds(model.config)) == list(kinds[:layers])
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        right = model(input_ids=ids, use_cache=False).logits
+        assert torch.equal(poros.attach(model)(input_ids=ids, use_cache=False).logits, right)
+
+
+def test_one_tensor_of_all_layers_embeddings_is_not_cut(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, GEMMA4, E_SERIES)
+    with pytest.raises(UnsupportedError, match="published shape"):
+        poros.load(directory, device="cpu", num_layers=2)

@@ -81,6 +81,10 @@ def cut_layers(config: Any, num_layers: int | None) -> Any:
     """Cut a model's config to its first layers, in place; returns it. None leaves it as it is."""
     text = config.get_text_config()
     if num_layers is not None and num_layers < text.num_hidden_layers:
+        if getattr(text, "num_kv_shared_layers", None):
+            # They are counted from the last layer: those that keep keys and values of their own stay the same ones.
+            first_shared = text.num_hidden_layers - text.num_kv_shared_layers
+            text.num_kv_shared_layers = max(0, num_layers - first_shared)
         text.num_hidden_layers = num_layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:num_layers]

@@ -101,6 +101,11 @@ def load(
         if own is not None:
             plan, config = own, own.stream
     full = int(model_config.get_text_config().num_hidden_layers)
+    if num_layers is not None and getattr(model_config.get_text_config(), "hidden_size_per_layer_input", None):
+        raise UnsupportedError(
+            "this checkpoint can't be cut to its first layers: the embeddings of all layers are one tensor",
+            "check all of it, or a published shape, which may be cut",
+        )
     cut_layers(model_config, num_layers)
     if lora is not None:
         check_lora(lora)

@@ -162,7 +162,8 @@ def check(
         source = find_source(model, revision, setting)
         stock_model = source.stock()
         make_adapters_count(stock_model, work.seed)
-        initial = {name: p.detach().clone() for name, p in adapters_of(stock_model).items()}
+        # Kept on the host: nothing of the gate's own may count against a budget of the streamed run.
+        initial = {name: p.detach().to("cpu", copy=True) for name, p in adapters_of(stock_model).items()}
         model_type = str(stock_model.config.model_type)
         vocab_size = int(stock_model.config.get_text_config().vocab_size)
 
@@ -195,8 +196,9 @@ def check(
         try:
             trace = arm("streamed", streamed_model, work, **streaming)
         except torch.OutOfMemoryError as error:
+            peak = f"{torch.cuda.max_memory_allocated(where) / 1e9:.2f} GB allocated at most"
             raise PorosError(
-                f"the streamed run took more memory than {'it was given' if engine.plan else f'{where} has'}",
+                f"the streamed run took more memory than {'it was given' if engine.plan else f'{where} has'}: {peak}",
                 "give a larger --vram, or check with shorter rows (--length) or fewer (--batch-size)",
             ) from error
         if where.type == "cuda":

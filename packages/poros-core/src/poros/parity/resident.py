@@ -59,6 +59,10 @@ def random_resident(
                 module._parameters[key] = nn.Parameter(draw(tuple(parameter.shape), 0.1) + 0.5, requires_grad=False)
             else:
                 module._parameters[key] = nn.Parameter(draw(tuple(parameter.shape), 0.02), requires_grad=False)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set:
+                # One that a checkpoint holds, and the skeleton leaves as NaN: a scale, in every family so far.
+                module._buffers[key] = draw(tuple(buffer.shape), 0.02).to(buffer.dtype) + 1
     if tied:
         model.tie_weights()
     return model

@@ -42,6 +42,7 @@ from poros.engine.adapters import lora_config, narrowed
 from poros.engine.attention import attention_path
 from poros.engine.engine import engine_of
 from poros.engine.parts import DecoderParts, causal_lm, text_marks
+from poros.parity.resident import random_resident
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import SURFACES, Comparison, compare
 from poros.plugins import Plugins, load_plugins
@@ -230,6 +231,16 @@ class ArchitectureConformance:
             if not (dimensions.tied and name == f"{self.architecture.head}.weight")
         }
         assert sum(logical.values()) == sizes + matrices + dimensions.outer_vectors
+
+    def test_a_model_with_random_weights_computes_something(self, case: ParityCase) -> None:
+        """Published shapes are checked and timed with random weights, and NaN is equal to nothing."""
+        base = random_resident(self.architecture, {**self.architecture.tiny_config, **case.config}, torch.device("cpu"))
+        for name, tensor in _tensors(base):
+            assert not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()), name
+        ids = torch.arange(3, 19)[None]
+        marks = dict.fromkeys(text_marks(base), torch.zeros_like(ids))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert bool(torch.isfinite(base.train()(input_ids=ids, labels=ids, **marks).loss))
 
     def test_parity_cases_have_names_of_their_own(self) -> None:
         names = [case.name for case in self.architecture.parity_cases]
