@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peaks
 import torch
 import yaml
 from peft import get_peft_model
@@ -98,6 +99,7 @@ def measure(steps: Steps, count: int, warm_up: int, engine: Any, trace_to: Path 
     """Train for some steps; the measured fields of a receipt."""
     on_gpu = steps.device.type == "cuda"
     if on_gpu:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     first = [steps() for _ in range(warm_up)]
     before = engine.streamer.measured() if engine else None
@@ -166,12 +168,20 @@ def memory_by_phase(steps: Steps, engine: Any) -> dict[str, Any]:
         cut("after")
     finally:
         engine.executor.visiting, engine.epilogue, steps.optimizer.step = visiting, epilogue, update
+    pools = pool_sizes()
+    torch.cuda.empty_cache()
+    after = {f"{name}, cache emptied": size for name, size in pool_sizes().items()}
+    return {"measured_peaks": peaks, "measured_pools": pools | after}
+
+
+def pool_sizes() -> dict[str, float]:
+    """GB reserved and allocated, in the memory of recorded graphs and in the rest."""
     pools: dict[str, float] = {}
     for segment in torch.cuda.memory_snapshot():
         kind = "graphs" if tuple(segment["segment_pool_id"]) != (0, 0) else "rest"
         pools[f"{kind} reserved"] = pools.get(f"{kind} reserved", 0.0) + segment["total_size"] / 1e9
         pools[f"{kind} allocated"] = pools.get(f"{kind} allocated", 0.0) + segment["allocated_size"] / 1e9
-    return {"measured_peaks": peaks, "measured_pools": pools}
+    return pools
 
 
 def write_spans(trace: Any, path: Path) -> None:
@@ -204,6 +214,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--no-limit", action="store_true", help="let a planned run take what it wants")
+    parser.add_argument("--peaks", action="store_true", help="say who holds the memory at the fullest moment")
     parser.add_argument("--trace", type=Path, help="where the spans of a step of the first poros cell go")
     parser.add_argument("--out", type=Path, default=Path("cells.jsonl"))
     arguments = parser.parse_args()
@@ -246,7 +258,7 @@ def main() -> None:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if stream is not None and plan is not None:
+        if stream is not None and plan is not None and not arguments.no_limit:
             enforce(plan, default_device())
         return model
 
@@ -262,13 +274,18 @@ def main() -> None:
                     poros.close(model)
                 model, setting = None, name
                 model = build(stream, accumulation)
-                initial = [parameter.detach().clone() for parameter in adapters_of(model).values()]
+                initial = [parameter.detach().to("cpu", copy=True) for parameter in adapters_of(model).values()]
             with torch.no_grad():
                 for parameter, value in zip(adapters_of(model).values(), initial, strict=True):
                     parameter.copy_(value)
                     parameter.grad = None
             engine = engine_of(model) if stream is not None else None
+            if arguments.peaks and engine is not None:
+                peaks.start()
             steps = Steps(model, accumulation, arguments.tokens, engine.accumulate if engine else one_by_one)
+            if arguments.peaks and engine is not None:
+                steps()
+                peaks.report(16)
             measured = measure(steps, arguments.steps, arguments.warm_up, engine, arguments.trace if engine else None)
             arguments.trace = None if engine else arguments.trace
             if engine is not None:

@@ -77,10 +77,11 @@ def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
     kinds = values.get("layer_types") or [
         "sliding_attention" if (index + 1) % 6 and index + 1 < count else "full_attention" for index in range(count)
     ]
-    exceptions = values.get("per_layer_config") or {}  # as newer versions of transformers write it
+    # As newer versions of transformers write it; with ten layers or more the numbers begin with zeros.
+    exceptions = {int(index): own for index, own in (values.get("per_layer_config") or {}).items()}
     layers = []
     for index, kind in enumerate(kinds):
-        own = exceptions.get(str(index), {})
+        own = exceptions.get(index, {})
         is_global, shares = kind == "full_attention", index >= first_shared
         head_dim = (
             own.get("head_dim") or values.get("global_head_dim", 512) if is_global else values.get("head_dim", 256)
@@ -186,6 +187,11 @@ GEMMA4 = Architecture(
         ParityCase(name="values-of-their-own", config={"attention_k_eq_v": False}),
         ParityCase(name="untied", config={"tie_word_embeddings": False}),
         ParityCase(name="e-series", config=E_SERIES),
+        # Several readers of the same keys in a block: the order in which their gradients are added counts.
+        ParityCase(
+            name="e-series-many-readers",
+            config={**E_SERIES, "num_hidden_layers": 12, "num_kv_shared_layers": 9, "layer_types": list(PATTERN * 4)},
+        ),
         ParityCase(name="e-series-double-wide", config={**E_SERIES, "use_double_wide_mlp": True}),
     ),
     published=(

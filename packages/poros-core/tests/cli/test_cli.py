@@ -297,6 +297,32 @@ def test_a_plan_that_does_not_fit_is_a_no(poros: Callable[..., tuple[int, str, s
     assert "host memory" in err
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+        ),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has it there only")
+def test_torchs_memory_can_grow_unless_the_user_says_otherwise(
+    before: dict[str, str],
+    after: dict[str, str],
+    poros: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        os.environ.pop(name, None)
+    os.environ.update(before)
+    poros("--version")
+    assert {name: value for name, value in os.environ.items() if "ALLOC_CONF" in name} == after
+
+
 def test_plan_imports_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['poros', 'plan', 'qwen2.5-7b', '--gpu', 'rtx-3060']\n"

@@ -6,6 +6,7 @@ Exit codes: 0 success; 1 it ran, and the answer is no; 2 the call or an input wa
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -63,6 +64,10 @@ def _version(asked: bool) -> None:
 
 def main() -> None:
     """The console script `poros`."""
+    if sys.platform == "linux" and "PYTORCH_ALLOC_CONF" not in os.environ:
+        # Torch's allocator in pieces that can grow: less lies idle between tensors that come and go. What the user has
+        # set stays.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)  # for the authors of libraries, not for users
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a CPU kernel that training never uses

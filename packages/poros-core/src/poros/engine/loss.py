@@ -87,6 +87,7 @@ class _Picked(torch.autograd.Function):
             index, counts = _index(target[piece], ignored)
             found = torch.log_softmax(logits[piece].float(), -1).gather(1, index)
             picked[piece] = torch.where(counts, found, 0.0)
+            del found
         return picked
 
     @staticmethod
@@ -104,6 +105,7 @@ class _Picked(torch.autograd.Function):
             of_picked = torch.zeros_like(probabilities).scatter_(1, index, gradient[piece])
             (of_leaf,) = torch.autograd.grad(probabilities, leaf, of_picked)
             result[piece] = of_leaf
+            del leaf, probabilities, of_picked, of_leaf  # before the next piece takes as much again
         return result, None, None, None
 
 

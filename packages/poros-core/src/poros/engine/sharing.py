@@ -1,9 +1,9 @@
 """Blocks whose layers leave tensors for later layers: keys and values that several layers share.
 
 To autograd such a block is a function with more than one input and output. What earlier blocks have left goes in beside
-the hidden states, what this block leaves comes out beside them, and gradients flow back the same way: those of all
-consumers are added up, the last layer's first, before the producer's own is added, which is the order in which autograd
-adds them in the stock model.
+the hidden states and comes out again, with what this block leaves. So gradients flow back through all blocks: to the
+sum of those of later readers a block adds its own readers' one by one, the last layer's first, which is the order in
+which autograd adds them in the stock model. (Added up block by block they would round differently.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class _SharingFunction(torch.autograd.Function):
 
         Args:
             layout: Name -> number of tensors, of what earlier blocks have left; these come first in `tensors`.
-            left: Is filled in the same way with what this block leaves; these follow the hidden states in the result.
+            left: Is filled in the same way with what this block leaves.
+
+        Returns:
+            The hidden states, what earlier blocks have left, and what this block leaves.
         """
         count = sum(layout.values())
         side, adapters = tensors[:count], tensors[count:]
@@ -56,7 +59,8 @@ class _SharingFunction(torch.autograd.Function):
         fresh = {name: value for name, value in shared.items() if value is not before.get(name)}
         left.update({name: len(value) for name, value in fresh.items()})
         ctx.left = tuple(left)
-        return (output, *(tensor for value in fresh.values() for tensor in value))
+        passed = (tensor.view_as(tensor) for tensor in side)
+        return (output, *passed, *(tensor for value in fresh.values() for tensor in value))
 
     @staticmethod
     @once_differentiable
@@ -75,7 +79,8 @@ class _SharingFunction(torch.autograd.Function):
             ctx.executor.check_unchanged(ctx.block, ctx.signature)
             shared = _unflatten(ctx.layout, leaves[1:])
             output = visit.rerun_sharing(leaves[0], ctx.batch, ctx.surroundings, shared)
-            outputs = [output, *(tensor for name in ctx.left for tensor in shared[name])]
+            # What autograd is given to start with comes before what it finds on its way.
+            outputs = [output, *leaves[1:], *(tensor for name in ctx.left for tensor in shared[name])]
             roots = [
                 (tensor, gradient)
                 for tensor, gradient in zip(outputs, gradients, strict=True)
@@ -118,7 +123,7 @@ def run_sharing_block(executor: EagerExecutor, block: int, hidden: Tensor, batch
     layout = {name: len(value) for name, value in shared.items()}
     side = [tensor for value in shared.values() for tensor in value]
     left: dict[str, int] = {}
-    output, *fresh = _SharingFunction.apply(  # type: ignore[no-untyped-call]
+    output, *rest = _SharingFunction.apply(  # type: ignore[no-untyped-call]
         executor,
         block,
         batch,
@@ -129,6 +134,7 @@ def run_sharing_block(executor: EagerExecutor, block: int, hidden: Tensor, batch
         *side,
         *executor.adapters(block),
     )
-    shared.update(_unflatten(left, fresh))
+    shared.update(_unflatten(layout, rest))
+    shared.update(_unflatten(left, rest[len(side) :]))
     result: Tensor = output
     return result
