@@ -126,6 +126,17 @@ def test_a_method_that_is_not_installed_is_skipped(tmp_path: Path) -> None:
     assert receipt.reason == "not installed: unsloth"
 
 
+def test_what_changes_torch_is_imported_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what can't be imported is said, as the result of its own cell."""
+    (tmp_path / "unsloth.py").write_text(
+        'import sys\nraise NotImplementedError(f\'loaded: {sorted({"torch", "transformers"} & set(sys.modules))}\')\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    receipt = run_cell(cell(tmp_path, "unsloth"), 100, tmp_path / "logs")
+    assert receipt.status == "skipped"
+    assert receipt.reason == "unsloth can't be imported: loaded: []"
+
+
 def test_cells_train_the_same_and_get_the_same_losses(tmp_path: Path) -> None:
     """For real, in processes of their own: a tiny model by stock and by Poros within a budget."""
     family = PLUGINS.architecture_for("qwen2")

@@ -143,15 +143,24 @@ def rows_hash(rows: Sequence[Sequence[Sequence[int]]]) -> str:
 
 def run(cell: Cell) -> Receipt:
     """Build, warm up, measure. Running out of memory is a result, and so is any other error."""
-    import torch
-
-    from poros.engine.attention import attention_path
     from poros_bench.plugin import find_method
 
     method = find_method(cell.entry.method)
     missing = method.missing()
     if missing:
         return receipt_of(cell, status="skipped", reason=f"not installed: {', '.join(missing)}")
+    if method.first is not None:
+        try:
+            importlib.import_module(method.first)
+        except Exception as error:  # noqa: BLE001 - whatever keeps a rival from being imported is the cell's result
+            return receipt_of(
+                cell, status="skipped", reason=f"{method.first} can't be imported: {one_line(error)}"[:300]
+            )
+
+    import torch
+
+    from poros.engine.attention import attention_path
+
     module, _, function = method.entry.partition(":")
     try:
         trainee: Trainee = getattr(importlib.import_module(module), function)(cell)

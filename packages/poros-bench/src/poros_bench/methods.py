@@ -18,6 +18,7 @@ class Method:
         entry: "module:function", imported in the cell's own process only. The function is given a `Cell` and returns a
             `Trainee` (both in `poros_bench.cell`).
         takes_budget: Whether it can be given a budget of GPU memory.
+        first: A module that must be imported before torch and transformers, which it changes.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Method:
     missing: Callable[[], Sequence[str]]
     entry: str
     takes_budget: bool = False
+    first: str | None = None
 
 
 def needs(*modules: str) -> Callable[[], Sequence[str]]:
@@ -58,4 +60,5 @@ UNSLOTH = Method(
     description="unsloth: its own loader, layers and gradient checkpointing",
     missing=needs("unsloth"),
     entry="poros_bench.ways:unsloth",
+    first="unsloth",
 )
