@@ -38,7 +38,7 @@ class HostGradients:
         self._stores: list[HostStore] = []
         self._places: dict[nn.Parameter, Tensor] = {}
         self._present: dict[nn.Parameter, Tensor] = {}
-        self._leaving: deque[tuple[Tensor, Any]] = deque()
+        self._leaving: deque[tuple[Sequence[Tensor], Any]] = deque()
         self._out: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._claimed = False
 
@@ -94,7 +94,7 @@ class HostGradients:
             if parameter in self._present:
                 gradient = self.fetched(parameter).add_(gradient)
             sums.append(gradient)
-            self._send(gradient, self._places[parameter])
+        self._send(sums, [self._places[parameter] for parameter, _ in there])
         for (parameter, _), norm in zip(there, _norms(sums), strict=True):
             self._present[parameter] = norm
 
@@ -145,17 +145,19 @@ class HostGradients:
         while self._stores:
             self._stores.pop().close()
 
-    def _send(self, gradient: Tensor, place: Tensor) -> None:
+    def _send(self, gradients: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         if self._out is None:
-            place.copy_(gradient)
+            for gradient, place in zip(gradients, places, strict=True):
+                place.copy_(gradient)
             return
         compute = torch.cuda.current_stream(self._device)
         self._out.wait_stream(compute)
         with torch.cuda.stream(self._out):
-            place.copy_(gradient, non_blocking=True)
+            for gradient, place in zip(gradients, places, strict=True):
+                place.copy_(gradient, non_blocking=True)
             gone = torch.cuda.Event()
             gone.record(self._out)
-        self._leaving.append((gradient, gone))
+        self._leaving.append((gradients, gone))
         while len(self._leaving) > _MOST_LEAVING:
             compute.wait_event(self._leaving.popleft()[1])
 
@@ -167,5 +169,5 @@ def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.linalg.vector_norm(tensor, 2.0) for tensor in tensors]
 
 
-_MOST_LEAVING = 32
-"""Gradients that may be on their way out while the computation goes on: those of about two layers."""
+_MOST_LEAVING = 2
+"""Blocks whose gradients may be on their way out while the computation goes on."""
