@@ -3,9 +3,10 @@
     python validation/measure.py qwen2.5-32b --cells resident resident@8 poros poros@8 poros:resident=all,recompute=false
     python validation/measure.py qwen2.5-32b --cells resident poros:vram=least poros:vram=11GB poros:vram=24GB
 
-A cell is `resident` (stock) or `poros`, with settings of the stream behind a colon and the micro-batches per optimizer
-step behind an `@`. `vram=least` is the smallest budget that works. Each poros cell's receipt holds what was predicted beside
-what was measured. It stands in until poros-bench has its matrix. All cells train the same bytes: the model is built from
+A cell is `resident` (stock) or `poros`, with settings of the stream behind a colon, the micro-batches per optimizer step
+behind an `@` and the tokens of a micro-batch behind a `%`. `vram=least` is the smallest budget that works. Each poros
+cell's receipt holds what was predicted beside what was measured; a run that breaks its budget is said to, and measured
+without a limit. It stands in until poros-bench has its matrix. All cells train the same bytes: the model is built from
 the same seed. Seconds are medians over synchronised steps after the warm-up; `gpu_s_per_step` is the sum of
 kernel times of one step from the profiler, copies from the host left out.
 """
@@ -34,7 +35,7 @@ from poros.config import LoraPart, StreamConfig, hash_of
 from poros.engine.adapters import lora_config
 from poros.engine.attach import attach
 from poros.engine.attention import attention_path
-from poros.engine.budget import card_of, enforce, planned, process_bytes
+from poros.engine.budget import card_of, enforce, lift, planned, process_bytes
 from poros.engine.engine import engine_of
 from poros.engine.load import default_device
 from poros.engine.measured import allocated_components
@@ -226,12 +227,12 @@ def main() -> None:
     architecture, shape = found
     part = LoraPart()
 
-    def job_of(stream: StreamConfig, accumulation: int) -> Job:
+    def job_of(stream: StreamConfig, accumulation: int, tokens: int) -> Job:
         dimensions = dimensions_of(architecture, shape.config)
         dimensions = dataclasses.replace(dimensions, layers=dimensions.layers[: arguments.layers])
-        return make_job(dimensions, part, arguments.tokens, accumulation, stream, default_device().type == "cuda")
+        return make_job(dimensions, part, tokens, accumulation, stream, default_device().type == "cuda")
 
-    def build(stream: dict[str, Any] | None, accumulation: int) -> Any:
+    def build(stream: dict[str, Any] | None, accumulation: int, tokens: int) -> Any:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -246,7 +247,7 @@ def main() -> None:
                 architecture,
                 shape.config,
                 part,
-                tokens=arguments.tokens,
+                tokens=tokens,
                 micro_batches=accumulation,
                 num_layers=arguments.layers,
                 device=default_device(),
@@ -265,15 +266,17 @@ def main() -> None:
     model, setting = None, ""
     with attention_path("fused"):
         for cell in arguments.cells:
-            name, _, micro = cell.partition("@")
-            accumulation = int(micro or 1)
+            rest, _, length = cell.partition("%")
+            name, _, micro = rest.partition("@")
+            accumulation, tokens = int(micro or 1), int(length or arguments.tokens)
             method, _, options = name.partition(":")
             stream = yaml.safe_load("{" + options.replace("=", ": ") + "}") if method == "poros" else None
-            if model is None or name != setting:
+            wanted = f"{name} {length}" if stream is not None and "vram" in stream else name  # plans are for a length
+            if model is None or wanted != setting:
                 if model is not None and setting.startswith("poros"):
                     poros.close(model)
-                model, setting = None, name
-                model = build(stream, accumulation)
+                model, setting = None, wanted
+                model = build(stream, accumulation, tokens)
                 initial = [parameter.detach().to("cpu", copy=True) for parameter in adapters_of(model).values()]
             with torch.no_grad():
                 for parameter, value in zip(adapters_of(model).values(), initial, strict=True):
@@ -282,32 +285,48 @@ def main() -> None:
             engine = engine_of(model) if stream is not None else None
             if arguments.peaks and engine is not None:
                 peaks.start()
-            steps = Steps(model, accumulation, arguments.tokens, engine.accumulate if engine else one_by_one)
+            steps = Steps(model, accumulation, tokens, engine.accumulate if engine else one_by_one)
             if arguments.peaks and engine is not None:
                 steps()
                 peaks.report(16)
-            measured = measure(steps, arguments.steps, arguments.warm_up, engine, arguments.trace if engine else None)
+            run = partial(measure, steps, arguments.steps, arguments.warm_up, engine, arguments.trace if engine else None)
+            limited = engine is not None and engine.plan is not None and not arguments.no_limit
+            try:
+                measured = run()
+            except torch.OutOfMemoryError as error:
+                if not limited:
+                    raise
+                print(f"  over its budget: {str(error).splitlines()[0]}")
+                limited = False
+                lift(default_device())
+                for parameter in adapters_of(model).values():
+                    parameter.grad = None
+                measured = run()
             arguments.trace = None if engine else arguments.trace
             if engine is not None:
-                prediction = describe(job_of(engine.config, accumulation), engine.config, card_of(steps.device))
                 found_there = allocated_components(model, steps.optimizer)
+                more = memory_by_phase(steps, engine) if steps.device.type == "cuda" else {}
+                lift(steps.device)  # measuring the link takes memory of its own
+                job = job_of(engine.config, accumulation, tokens)
+                prediction = engine.plan or describe(job, engine.config, card_of(steps.device))
                 measured["plan"] = {
-                    **(engine.plan or prediction).to_json(),
+                    **prediction.to_json(),
                     "measured_components": {one: size / 1e9 for one, size in found_there.items() if size},
-                    **(memory_by_phase(steps, engine) if steps.device.type == "cuda" else {}),
+                    **more,
                 }
                 print(f"  predicted {prediction.device_bytes / 1e9:.2f} GB, {prediction.seconds.step:.4f} s")
                 print(f"  {json.dumps({key: value for key, value in measured['plan'].items() if 'component' in key or 'measured' in key})}")
             config = {
                 "model": f"{shape.id} (random weights)",
                 "layers": arguments.layers,
-                "tokens": arguments.tokens,
+                "tokens": tokens,
                 "batch": 1,
                 "accumulation": accumulation,
                 "lora": part.model_dump(mode="json"),
                 "attention": "fused",
                 "stream": engine.config.model_dump(mode="json") if engine else None,
                 "executor": type(engine.executor).__name__ if engine else None,
+                "limited": limited,
                 "optimizer": "AdamW",
                 "warm_up": arguments.warm_up,
             }
@@ -318,7 +337,7 @@ def main() -> None:
                 model_type=model.config.model_type,
                 config=config,
                 config_hash=hash_of(config),
-                tokens_per_step=arguments.tokens * accumulation,
+                tokens_per_step=tokens * accumulation,
                 trainable_parameters=sum(tensor.numel() for tensor in initial),
                 dtype_policy=DTYPE_POLICY,
                 host_peak_gb=host_peak_bytes() / 1e9,

@@ -29,7 +29,9 @@ SMALL = ModelDimensions(
     tied=False,
     outer_vectors=512,
 )
-TIGHT = Card(id="x", name="X", vram_gb=1, link_gb_s=1, tflops=10, memory_gb_s=100, kernel_us=3, context_gb=0.0)
+TIGHT = Card(
+    id="x", name="X", vram_gb=1, link_gb_s=1, tflops=10, memory_gb_s=100, kernel_us=3, context_gb=0.0, pages_gb=0.0
+)
 
 
 def published(shape: str, **values: Any) -> Job:
@@ -150,25 +152,28 @@ def test_the_parts_are_the_whole() -> None:
 
 
 MEASURED = [
-    ("qwen2.5-32b", {}, 512, 1, 9.00, 0.574),
-    ("qwen2.5-32b", {"resident": "all", "recompute": False}, 512, 1, 38.79, 0.2285),
-    ("qwen2.5-72b", {}, 512, 1, 14.01, 1.287),
-    ("qwen2.5-7b", {}, 512, 1, 5.18, 0.1209),
+    ("qwen2.5-32b", {}, 512, 1, 8.46, 0.574),
+    ("qwen2.5-32b", {"resident": "all", "recompute": False}, 512, 1, None, 0.2285),
+    ("qwen2.5-72b", {}, 512, 1, 13.16, 1.287),
+    ("qwen2.5-7b", {}, 512, 1, 5.02, 0.1209),
 ]
 """Shape, settings, tokens, micro-batches, GB reserved, seconds: from validation/cells_h200.jsonl.
 
-The cell with 8 micro-batches is not among them: it was measured when each of them left something behind.
+What the measuring itself held on the device (a copy of the adapters) is taken off. Not among them: the memory of the
+cell with 8 micro-batches, which was measured when each of them left something behind; and that of the run with
+everything resident, in which torch kept what recording had needed.
 """
 
 
 @pytest.mark.parametrize(("shape", "settings", "tokens", "micro_batches", "reserved", "seconds"), MEASURED)
 def test_predictions_are_near_what_was_measured(
-    shape: str, settings: dict[str, Any], tokens: int, micro_batches: int, reserved: float, seconds: float
+    shape: str, settings: dict[str, Any], tokens: int, micro_batches: int, reserved: float | None, seconds: float
 ) -> None:
     """These runs have shaped the model; what it says of others is in validation/README.md."""
     job = published(shape, tokens=tokens, micro_batches=micro_batches)
     plan = describe(job, StreamConfig(**settings), CARDS["h200"])
-    assert (plan.device_bytes - plan.device["context"]) / 1e9 == pytest.approx(reserved, rel=0.05)
+    if reserved is not None:
+        assert (plan.device_bytes - plan.device["context"]) / 1e9 == pytest.approx(reserved, rel=0.05)
     assert plan.seconds.step == pytest.approx(seconds, rel=0.10)
 
 

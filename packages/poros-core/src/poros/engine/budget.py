@@ -83,7 +83,9 @@ def planned(
 def card_of(device: torch.device) -> Card:
     """The card of a device, its link measured; on a CPU one that is like none, for trying things out."""
     if device.type != "cuda":
-        return dataclasses.replace(CARDS["h200"], id="cpu", name="no GPU", context_gb=0.0, workspace_gb=0.0)
+        return dataclasses.replace(
+            CARDS["h200"], id="cpu", name="no GPU", context_gb=0.0, workspace_gb=0.0, pages_gb=0.0
+        )
     properties = torch.cuda.get_device_properties(device)
     known = card_named(properties.name)
     base = known or CARDS["rtx-3060"]

@@ -1,7 +1,8 @@
 """How long a step takes: what the link must carry, and what the GPU must do.
 
-Copies and kernels run side by side, so a step takes as long as the longer of the two, plus what can't overlap: a head
-that travels comes while nothing is computed, and while it is used nothing is copied.
+Copies and kernels run side by side within the forward pass and within the backward pass, so each of the two takes as
+long as the longer of them. At the turn between them, during the update and between steps little can overlap. The
+constants are fitted to runs on an H200, see validation/README.md.
 """
 
 from __future__ import annotations
@@ -22,14 +23,26 @@ KERNELS_FORWARD = 120
 KERNELS_BACKWARD = 250
 """The same of its backward pass."""
 
+EAGER_KERNEL_US = 33.0
+"""Time of a small kernel that Python launches, where no graph is recorded: of a slow host."""
+
+TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 4.5, 8.0
+"""How often a layer's activations go to the GPU's memory or come from it, beside what matrix products take."""
+
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 1.3, 5.6
+"""Time of attention over that of matrix products with as many operations (of all pairs of tokens, masked or not)."""
+
+BETWEEN_STEPS = 0.010
+"""Seconds of a step in which the GPU waits for Python: on a slow host, where a step ends with a synchronisation."""
+
+VISIT, VISIT_ON_HOST = 1.75e-3, 2.25e-3
+"""Seconds that Python needs for a visit of a block, and with boundaries on the host: of a slow host, too."""
+
 GATHERING = 0.5e-3
 """Seconds for which the GPU waits while rows are gathered on the host, beside their copy: an assumption."""
 
 PAGEABLE = 9.6e9
 """Bytes a second of copies from memory that isn't pinned: an assumption, of a probe without a receipt."""
-
-TRAFFIC = 6
-"""How often a layer's activations go to the GPU's memory and back, both directions together: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,16 @@ class Seconds:
 
 def copied_bytes(job: Job, stream: StreamConfig) -> int:
     """Bytes that travel to the device in one optimizer step: blocks, head, moments, boundaries."""
+    return sum(_copied_parts(job, stream)) + update_bytes(job, stream)
+
+
+def _copied_parts(job: Job, stream: StreamConfig) -> tuple[int, int, int]:
+    """Bytes of blocks, of the head and of boundaries that travel to the device in one optimizer step."""
     resident = job.resident(stream.resident)
-    sizes = [size for block, size in enumerate(job.block_bytes) if block not in resident]
     moving = [block for block in range(len(job.blocks)) if block not in resident]
     slots = min(stream.slots, len(moving))
     travels = head_travels(job, stream)
-    blocks = 2 * sum(sizes)
+    blocks = 2 * sum(job.block_bytes[block] for block in moving)
     if moving:
         # At the two turns the blocks that are still in the slots are used again; a head overwrites them at one.
         blocks -= sum(job.block_bytes[block] for block in moving[:slots])
@@ -66,8 +83,7 @@ def copied_bytes(job: Job, stream: StreamConfig) -> int:
             blocks -= sum(job.block_bytes[block] for block in moving[-slots:])
     boundaries = len(job.blocks) * job.micro_batches * job.hidden_bytes if stream.boundaries == "host" else 0
     times = job.micro_batches // job.together(stream)
-    each = max(blocks, 0) + (job.dimensions.matrix_bytes if travels else 0)
-    return times * each + update_bytes(job, stream) + boundaries
+    return times * max(blocks, 0), times * job.dimensions.matrix_bytes * travels, boundaries
 
 
 def update_bytes(job: Job, stream: StreamConfig) -> int:
@@ -78,16 +94,16 @@ def update_bytes(job: Job, stream: StreamConfig) -> int:
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """GPU time of one block.
+    """GPU time of one block and one micro-batch, its weights restored.
 
     Attributes:
-        work: Of one micro-batch, its weights restored.
-        kept: The same for a block that keeps its activations.
+        forward: Of the forward pass; a recompute takes as long.
+        backward: Of the backward pass, from activations that are there.
         restoring: Of restoring its weights once.
     """
 
-    work: float
-    kept: float
+    forward: float
+    backward: float
     restoring: float
 
 
@@ -97,55 +113,70 @@ def block_seconds(job: Job, card: Card) -> tuple[BlockSeconds, ...]:
     found = []
     for block in job.blocks:
         layers = [job.dimensions.layers[i] for i in block]
-        work, kept = (sum(_layer_seconds(job, layer, card, keeps) for layer in layers) for keeps in (False, True))
+        passes = [_layer_seconds(job, layer, card) for layer in layers]
         weights = sum(rows * columns for layer in layers for rows, columns in layer.linears.values())
         # Half a byte and its scale are read, two bytes are written.
-        found.append(BlockSeconds(work, kept, 2.53 * weights / (card.memory_gb_s * 1e9)))
+        restoring = 2.53 * weights / (card.memory_gb_s * 1e9)
+        found.append(BlockSeconds(sum(one for one, _ in passes), sum(other for _, other in passes), restoring))
     return tuple(found)
 
 
-def _layer_seconds(job: Job, layer: LayerDimensions, card: Card, keeps: bool) -> float:
+def _layer_seconds(job: Job, layer: LayerDimensions, card: Card) -> tuple[float, float]:
+    """Forward and backward, with respect to the layer's input."""
     weights = sum(rows * columns for rows, columns in layer.linears.values())
-    passes = 2 if keeps else 3  # forward, backward with respect to the input, and the recompute
-    products = passes * 2 * weights * job.tokens / (card.tflops * 1e12)
-    kernels = (KERNELS_FORWARD * (passes - 1) + KERNELS_BACKWARD) * card.kernel_us * 1e-6
-    activations = activation_bytes(job, layer)
-    traffic = TRAFFIC * activations / (card.memory_gb_s * 1e9)
-    attention = passes * 2 * 2 * job.tokens * (job.tokens // job.rows) * layer.query / (card.tflops * 1e12)
-    return products + attention + max(kernels, traffic)
+    products = 2 * weights * job.tokens / (card.tflops * 1e12)
+    attention = 2 * 2 * job.tokens * (job.tokens // job.rows) * layer.query / (card.tflops * 1e12)
+    traffic = activation_bytes(job, layer) / (card.memory_gb_s * 1e9)
+    kernel = (card.kernel_us if job.graphs else EAGER_KERNEL_US) * 1e-6
+    return (
+        products + ATTENTION_FORWARD * attention + TRAFFIC_FORWARD * traffic + KERNELS_FORWARD * kernel,
+        products + ATTENTION_BACKWARD * attention + TRAFFIC_BACKWARD * traffic + KERNELS_BACKWARD * kernel,
+    )
 
 
 def step_seconds(job: Job, stream: StreamConfig, card: Card) -> Seconds:
     """The time of an optimizer step."""
     resident, keeping = job.resident(stream.resident), keeping_blocks(job, stream)
     takes_out = job.graphs and (stream.restore_once or job.by_block(stream))
-    times = job.micro_batches // job.together(stream)
-    computing = restoring = 0.0
+    together = job.together(stream)
+    times = job.micro_batches // together
+    moves = len(resident) < len(job.blocks)
+    link = card.link_gb_s * 1e9
+
+    # Each pass: what is computed, and which part of it can't be done while the only slot is filled.
+    forward = backward = forward_alone = backward_alone = 0.0
     for number, block in enumerate(block_seconds(job, card)):
         keeps = number in keeping
-        visits = 2 * job.micro_batches if keeps else 2 * times if takes_out else 3 * job.micro_batches
-        computing += job.micro_batches * (block.kept if keeps else block.work) + visits * block.restoring
-        restoring += 0.0 if number in resident else 2 * times * block.restoring
+        once = 1 if takes_out and not keeps else together
+        there = together * block.forward + once * block.restoring
+        # Restored for the recompute and for the gradients; a block that was taken out is restored once for both.
+        again = 0.0 if keeps else block.forward
+        restorings = once if takes_out or keeps else 2 * once
+        back = together * (again + block.backward) + restorings * block.restoring
+        forward, backward = forward + there, backward + back
+        if stream.slots == 1 and number not in resident:
+            # The next block can't come before this one was taken out, or before it was done with.
+            forward_alone += block.restoring if takes_out else there
+            backward_alone += block.restoring if takes_out else back
+
+    to_blocks, to_head, to_boundaries = _copied_parts(job, stream)
+    back_share = to_boundaries / times / link
+    each_way = to_blocks / times / 2 / link
+    passes = max(forward, each_way + forward_alone) + max(backward, each_way + back_share + backward_alone)
+    visits = 2 * len(job.blocks) * together
+    passes = max(passes, visits * (VISIT if stream.boundaries == "device" else VISIT_ON_HOST))
+
     vocabulary, hidden = job.dimensions.vocabulary, job.dimensions.hidden
     head = 3 * 2 * job.tokens * vocabulary * hidden / (card.tflops * 1e12)
     touched = 10 if stream.loss_rows is None else 15  # float32 matrices of all tokens, read or written
     loss = touched * FLOAT32 * job.tokens * vocabulary / (card.memory_gb_s * 1e9)
-    at_the_turn = job.micro_batches * (head + loss)
-    computing += at_the_turn + 7 * job.adapter_bytes / (card.memory_gb_s * 1e9)
-    if stream.embedding == "host":
-        computing += job.micro_batches * (GATHERING + job.hidden_bytes / PAGEABLE)
+    at_the_turn = together * (head + loss)
+    updating = 7 * job.adapter_bytes / (card.memory_gb_s * 1e9)
+    gathering = together * (GATHERING + job.hidden_bytes / PAGEABLE) if stream.embedding == "host" else 0.0
+
+    computing = times * (forward + backward + at_the_turn + gathering) + updating
     copied = copied_bytes(job, stream)
-    link = card.link_gb_s * 1e9
-    copying = copied / link
-    only_copying = only_computing = 0.0
-    if head_travels(job, stream):
-        only_copying += times * job.dimensions.matrix_bytes / link
-        only_computing += at_the_turn
-    if stream.optimizer == "host":
-        only_copying += update_bytes(job, stream) / link  # nothing else is computed during the update
-    if stream.slots == 1 and len(resident) < len(job.blocks):
-        # The next block can't come before this one was taken out, or before it was done with.
-        only_computing = restoring + only_computing if takes_out else computing
-    by_link, by_compute = copying + only_computing, computing + only_copying
-    decides: Literal["link", "compute"] = "link" if by_link > by_compute else "compute"
-    return Seconds(max(by_link, by_compute), copying, computing, copied, decides)
+    step = times * (passes + to_head / times / link + at_the_turn + gathering)
+    step += max(updating, update_bytes(job, stream) / link) + BETWEEN_STEPS
+    decides: Literal["link", "compute"] = "link" if moves and copied / link > computing else "compute"
+    return Seconds(step, copied / link, computing, copied, decides)
