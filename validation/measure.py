@@ -236,6 +236,8 @@ def main() -> None:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+            if torch.cuda.memory_allocated() > 1e8:
+                raise RuntimeError(f"{torch.cuda.memory_allocated() / 1e9:.1f} GB of the last cell are still there")
         base = random_resident(architecture, shape.config, default_device(), arguments.layers)
         torch.manual_seed(0)
         model = get_peft_model(base, lora_config(part))
@@ -354,7 +356,7 @@ def main() -> None:
             if engine is not None and hasattr(engine.executor, "record_seconds"):
                 shown["recorded_s"] = round(engine.executor.record_seconds, 1)
             print(f"{cell}: {shown}", flush=True)
-            del steps
+            del steps, run, engine  # the next cell needs the memory
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from poros.engine.adapters import lora_config
 from poros.engine.attach import attach
 from poros.engine.engine import engine_of
 from poros.errors import ConfigError, StreamError, UnsupportedError
-from poros.parity.stock import load_stock, make_adapters_count
+from poros.parity.stock import adapters_of, load_stock, make_adapters_count
 from poros.plugins import Plugins
 
 CPU = torch.device("cpu")
@@ -374,6 +374,22 @@ def test_two_models_stream_at_once(checkpoint: Callable[..., Path], plugins: Plu
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_made_before_attaching_goes_on(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    """The adapters are moved in memory, but stay the same parameters."""
+    model = load_stock(checkpoint("qwen2", {}), lora(), 0, CPU)
+    make_adapters_count(model, 0)
+    adapters = adapters_of(model)
+    values = {name: parameter.detach().clone() for name, parameter in adapters.items()}
+    optimizer = torch.optim.SGD(adapters.values(), lr=0.1)
+    poros.attach(model.train(), plugins=plugins)
+    for name, parameter in adapters_of(model).items():
+        assert parameter is adapters[name]
+        assert torch.equal(parameter, values[name])
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert any(not torch.equal(parameter, values[name]) for name, parameter in adapters.items())
 
 
 def test_attaching_twice_is_refused(checkpoint: Callable[..., Path], plugins: Plugins) -> None:

@@ -147,7 +147,9 @@ def test_the_limit_is_set_and_lifted(
 ) -> None:
     """On a GPU torch is told how much it may take beside the context."""
     told: list[float] = []
+    held = [0]
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 10**9, 10 * 10**9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: told.append(part))
     model = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, vram="2GB", tokens=64)
@@ -158,6 +160,10 @@ def test_the_limit_is_set_and_lifted(
     budget.lift(gpu)
     assert told == [0.2, 1.0]
     budget.enforce(plan, CPU)
+    assert len(told) == 2
+    held[0] = 3 * 10**9
+    with pytest.raises(BudgetError, match="holds 3[.]0 GB of GPU memory already"):
+        budget.enforce(plan, gpu)
     assert len(told) == 2
 
 

@@ -10,7 +10,7 @@ from poros.checkpoint.frozen import frozen_tensors
 from poros.checkpoint.reader import make_packings
 from poros.checkpoint.skeleton import placeholder
 from poros.config import StreamConfig, StreamOptions, validated
-from poros.engine.adapters import lora_part
+from poros.engine.adapters import lora_part, put_side_by_side
 from poros.engine.budget import OWN_LOOP, enforce, planned
 from poros.engine.engine import ENGINE, Engine, check_trainable, engine_of, start_streaming
 from poros.engine.loss import check_loss
@@ -90,6 +90,7 @@ def attach(
             place.set(placeholder(tensor.dtype, tuple(tensor.shape), tensor.device))
             if hasattr(place.owner, "support_avx512bf16_for_cpu"):
                 place.owner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # see checkpoint.skeleton
+    put_side_by_side([parameter for parameter in model.parameters() if parameter.requires_grad])
     engine = Engine(parts, architecture, places, packings, store, config, vocabulary, transfer)
     engine.plan = plan
     start_streaming(base, parts.decoder, engine)

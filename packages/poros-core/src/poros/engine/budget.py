@@ -179,12 +179,23 @@ def host_bytes_free() -> int:
 
 
 def enforce(plan: Plan, device: torch.device) -> None:
-    """Let torch take no more than a plan's budget leaves it beside the context."""
+    """Let torch take no more than a plan's budget leaves it beside the context.
+
+    Raises:
+        BudgetError: this process holds more than that already.
+    """
     if device.type != "cuda" or plan.budget_bytes is None:
         return
     _, total = torch.cuda.mem_get_info(device)
     torch.cuda.empty_cache()  # what was there before and is no longer used counts too
     for_torch = plan.budget_bytes - plan.device["context"]
+    held = torch.cuda.memory_allocated(device)
+    if held > for_torch:
+        raise BudgetError(
+            f"this process holds {held / 1e9:.1f} GB of GPU memory already, and the plan counts with all of the "
+            f"{plan.budget_bytes / 1e9:.1f} GB",
+            "drop the other models and tensors first (del, then gc.collect()), or give a larger vram",
+        )
     torch.cuda.set_per_process_memory_fraction(min(1.0, for_torch / total), device)
 
 

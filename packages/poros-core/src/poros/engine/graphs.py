@@ -246,8 +246,9 @@ class GraphExecutor(EagerExecutor):
                 self._takings.clear()
                 self.buffers.forget()
             log.warning(
-                "no room to record graphs for %s; such batches run eagerly, which is slower and gives the same numbers",
+                "no room to record graphs for %s (%s); such batches run eagerly, slower and with the same numbers",
                 " x ".join(map(str, graphs.hidden.shape)),
+                str(error).partition(". GPU")[0],
             )
             return
         finally:
