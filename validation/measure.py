@@ -35,7 +35,7 @@ from poros.config import LoraPart, StreamConfig, hash_of
 from poros.engine.adapters import lora_config
 from poros.engine.attach import attach
 from poros.engine.attention import attention_path
-from poros.engine.budget import card_of, enforce, lift, planned, process_bytes
+from poros.engine.budget import card_of, enforce, lift, planned, process_peak_bytes
 from poros.engine.engine import engine_of
 from poros.engine.load import default_device
 from poros.engine.measured import allocated_components
@@ -120,7 +120,7 @@ def measure(steps: Steps, count: int, warm_up: int, engine: Any, trace_to: Path 
     if on_gpu:
         measured["vram_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
         measured["vram_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
-        whole = process_bytes(steps.device)
+        whole = process_peak_bytes(steps.device)
         measured["vram_device_gb"] = None if whole is None else whole / 1e9
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             steps()

@@ -32,7 +32,7 @@ def main() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     from poros.config import LoraPart, hash_of
-    from poros.engine.budget import process_bytes
+    from poros.engine.budget import process_peak_bytes
     from poros.provenance import host_peak_bytes, provenance
     from poros.receipt import Receipt
 
@@ -87,7 +87,7 @@ def main() -> None:
             "vram_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
             "vram_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
         }
-        whole = process_bytes(torch.device("cuda", torch.cuda.current_device()))
+        whole = process_peak_bytes(torch.device("cuda", torch.cuda.current_device()))
         measured["vram_device_gb"] = None if whole is None else whole / 1e9
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             step()

@@ -186,7 +186,7 @@ def measure(cell: Cell, trainee: Trainee) -> dict[str, Any]:
     import torch
     from torch.nn.utils import clip_grad_norm_
 
-    from poros.engine.budget import process_bytes
+    from poros.engine.budget import process_peak_bytes
 
     case, device = cell.case, trainee.device
     parameters = [parameter for parameter in trainee.model.parameters() if parameter.requires_grad]
@@ -256,7 +256,7 @@ def measure(cell: Cell, trainee: Trainee) -> dict[str, Any]:
         "attention": trainee.attention or "its own",
     }
     if on_gpu:
-        whole = process_bytes(device)
+        whole = process_peak_bytes(device)
         measured["vram_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
         measured["vram_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
         measured["vram_device_gb"] = None if whole is None else whole / 1e9

@@ -162,7 +162,7 @@ def test_the_limit_is_set_and_lifted(
     budget.enforce(plan, CPU)
     assert len(told) == 2
     held[0] = 3 * 10**9
-    with pytest.raises(BudgetError, match="holds 3[.]0 GB of GPU memory already"):
+    with pytest.raises(BudgetError, match=r"holds 3\.0 GB of GPU memory already"):
         budget.enforce(plan, gpu)
     assert len(told) == 2
 

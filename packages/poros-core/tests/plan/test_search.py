@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from poros.plan.memory import device_components, host_components
 from poros.plan.search import CHOICES, best_plan, curve, describe, smallest_plan
 from poros.plan.seconds import copied_bytes, step_seconds
 from poros.plugins import load_plugins
+from poros.receipt import Receipt
 
 SMALL = ModelDimensions(
     layers=[gated_layer(hidden=512, inner=1024, query=512, key_value=256) for _ in range(6)],
@@ -175,6 +177,28 @@ def test_predictions_are_near_what_was_measured(
     if reserved is not None:
         assert (plan.device_bytes - plan.device["context"]) / 1e9 == pytest.approx(reserved, rel=0.05)
     assert plan.seconds.step == pytest.approx(seconds, rel=0.10)
+
+
+VALIDATION = Path(__file__).parents[4] / "validation"
+
+
+@pytest.mark.parametrize("line", (VALIDATION / "cells_h200_planned.jsonl").read_text(encoding="utf-8").splitlines())
+def test_predictions_are_near_planned_runs(line: str) -> None:
+    """Within 5% of the process's memory and 10% of the time; these runs have shaped the model as well."""
+    receipt = Receipt.model_validate_json(line)
+    if receipt.plan is None:
+        pytest.skip("a run of stock")
+    config = receipt.config
+    stream = StreamConfig(**config["stream"])
+    job = published(receipt.case.split()[0], tokens=config["tokens"])
+    assert receipt.s_step_median is not None and receipt.link_gb_s is not None and receipt.vram_device_gb is not None
+    plan = describe(job, stream, dataclasses.replace(CARDS["h200"], link_gb_s=receipt.link_gb_s))
+    assert plan.seconds.step == pytest.approx(receipt.s_step_median, rel=0.10)
+    if config.get("limited"):
+        assert receipt.vram_reserved_gb is not None
+        assert (plan.device_bytes - plan.device["context"]) / 1e9 == pytest.approx(receipt.vram_reserved_gb, rel=0.05)
+    elif stream.recompute:  # torch kept what recording had needed, where activations are kept and there was no limit
+        assert plan.device_bytes / 1e9 == pytest.approx(receipt.vram_device_gb, rel=0.05)
 
 
 def test_stock_is_near_what_was_measured() -> None:

@@ -165,6 +165,14 @@ def process_bytes(device: torch.device) -> int | None:
     return None if used is None else int(used)
 
 
+def process_peak_bytes(device: torch.device) -> int | None:
+    """GPU memory of this whole process at the moment when torch held most, since its peaks were last reset."""
+    whole = process_bytes(device)
+    if whole is None:
+        return None
+    return whole - torch.cuda.memory_reserved(device) + torch.cuda.max_memory_reserved(device)
+
+
 def context_bytes(device: torch.device) -> int | None:
     """What this process takes beside torch's own memory: context, kernels, recorded graphs."""
     torch.zeros(1, device=device)  # from here on there is a context

@@ -16,7 +16,7 @@ import transformers
 
 from poros.config import AttentionPath, LoraPart, StreamConfig, hash_of
 from poros.engine.attention import attention_path
-from poros.engine.budget import enforce, process_bytes
+from poros.engine.budget import enforce, process_peak_bytes
 from poros.engine.engine import Engine, engine_of
 from poros.engine.graphs import GraphExecutor
 from poros.engine.load import default_device
@@ -69,7 +69,7 @@ class CheckResult:
         data_hash: Of the token rows.
         executor: What ran the blocks of the streamed arm: "eager" or "graphs".
         allocated_bytes, reserved_bytes: Peaks of the streamed arm on a GPU.
-        process_bytes: GPU memory of the whole process after it.
+        process_bytes: GPU memory of the whole process at its fullest.
         stream: What lived where.
         plan: What was predicted, if there was a budget.
         losses: Of stock.
@@ -209,7 +209,7 @@ def check(
             if where.type == "cuda"
             else (None, None)
         )
-        whole = process_bytes(where) if where.type == "cuda" else None
+        whole = process_peak_bytes(where) if where.type == "cuda" else None
         record = plan_record(streamed_model)
         executor = executor_used(engine, engine.config)
         streamed = compare(reference, trace, blocks)

@@ -23,7 +23,7 @@ from poros.checkpoint.skeleton import read_model_config
 from poros.config import RunConfig
 from poros.engine.adapters import check_lora, lora_config
 from poros.engine.attention import attention_path
-from poros.engine.budget import limited, planned, process_bytes
+from poros.engine.budget import limited, planned, process_peak_bytes
 from poros.engine.engine import engine_of
 from poros.engine.load import default_device, load
 from poros.engine.measured import plan_record
@@ -330,7 +330,7 @@ def _receipt(
         vram_allocated_gb=torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None,
         vram_reserved_gb=torch.cuda.max_memory_reserved(device) / 1e9 if on_gpu else None,
         host_peak_gb=host_peak_bytes() / 1e9,
-        vram_device_gb=_gb(process_bytes(device) if on_gpu else None),
+        vram_device_gb=_gb(process_peak_bytes(device) if on_gpu else None),
         plan=plan_record(model, optimizer),
         **observer.traffic().per_step(steps, seconds, engine_of(model).streamer.link_gb_s()),
         losses=[loss for _, loss in losses],
