@@ -14,12 +14,12 @@ from poros_bench.models import directory_of, name_of
 from poros_bench.plugin import find_method, installed_methods
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "bench"
-METHODS = ["poros", "resident", "resident-checkpointing", "unsloth"]
+METHODS = installed_methods()
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_matrix_loads(path: Path) -> None:
-    config = load_matrix(path, list(installed_methods()))
+    config = load_matrix(path, METHODS)
     shapes = {shape.id for family in load_plugins().architectures() for shape in family.published}
     assert all(case.model in shapes for case in config.cases)
     assert config.title
@@ -59,6 +59,10 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         ("cases: [{name: a, model: x}]\nmethods: [resident, resident]", "share a name: resident"),
         ("defaults: 3\ncases: [{name: a, model: x}]\nmethods: [resident]", "defaults"),
         ("cases: [{name: a, model: x}]\nmethods: 5", "methods"),
+        ("cases: [{name: a, model: x}, {name: b, model: x}]\nmethods: [resident]", "a and b are the same"),
+        ("cases: [{name: a, model: x}]\nmethods: [unsloth, {method: unsloth, label: u}]", "unsloth and u are the same"),
+        ("cases: [{name: a, model: x}]\nmethods: [{method: resident, vram: 3GB}]", "resident takes no budget"),
+        ("cases: [{name: a, model: ., layers: 2}]\nmethods: [resident]", "a is a directory"),
         ("surprise: 1\ncases: [{name: a, model: x}]\nmethods: [resident]", "surprise"),
     ],
 )

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from poros.config import LoraPart
-from poros.errors import ConfigError
+from poros.errors import CheckpointError, ConfigError
 from poros.plugins import load_plugins
+from poros.provenance import provenance
 from poros.receipt import Receipt, read_receipts
 from poros.testing.checkpoints import make_checkpoint
 from poros_bench import matrix
 from poros_bench.cell import Cell, make_rows, receipt_of, rows_hash
+from poros_bench.cli import bench
 from poros_bench.config import Case, MatrixConfig, MethodEntry
 from poros_bench.matrix import RECEIPTS, cells_of, run_cell, run_matrix
 
 PLUGINS = load_plugins()
 
 
-def config(*methods: str, models: tuple[str, ...] = ("x",), **case: Any) -> MatrixConfig:
+def config(
+    *methods: str, models: tuple[str, ...] = ("x",), title: str = "", note: str = "", **case: Any
+) -> MatrixConfig:
     return MatrixConfig(
+        title=title,
+        note=note,
         cases=tuple(Case(name=f"case {model[-1]}", model=model, **case) for model in models),
         methods=tuple(MethodEntry(method=method) for method in methods),
     )
@@ -46,6 +55,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], list[st
             return receipt_of(cell, status=status, s_step_median=1.0)
 
         monkeypatch.setattr(matrix, "run_cell", run)
+        monkeypatch.setattr(matrix, "resolve", Path)
         return ran
 
     return fake
@@ -77,6 +87,84 @@ def test_a_killed_run_leaves_whole_receipts(faked: Callable[..., list[str]], tmp
     ran = faked({})
     assert len(run_matrix(settings, tmp_path, PLUGINS, resume=True)) == 3
     assert ran == ["case x/unsloth"]
+
+
+def test_a_line_that_breaks_off_is_passed_over(faked: Callable[..., list[str]], tmp_path: Path) -> None:
+    settings = config("poros", "resident")
+    faked({})
+    run_matrix(settings, tmp_path, PLUGINS)
+    file = tmp_path / RECEIPTS
+    whole, last = file.read_text().splitlines()
+    file.write_text(f"{whole}\n{last[:100]}")  # the machine went down
+    ran = faked({})
+    assert len(run_matrix(settings, tmp_path, PLUGINS, resume=True)) == 2
+    assert ran == ["case x/resident"]
+    assert len(read_receipts(file, torn=True)) == 2
+
+
+def test_other_versions_are_measured_anew_and_what_was_missing_is_looked_for_again(
+    faked: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config("poros", "unsloth")
+    faked({"unsloth": "skipped"})
+    run_matrix(settings, tmp_path, PLUGINS)
+    ran = faked({})
+    run_matrix(settings, tmp_path, PLUGINS, resume=True)
+    assert ran == ["case x/unsloth"]
+    newer = provenance().model_copy(update={"transformers": "99"})
+    monkeypatch.setattr(matrix, "provenance", lambda: newer)
+    ran = faked({})
+    run_matrix(settings, tmp_path, PLUGINS, resume=True)
+    assert ran == ["case x/poros", "case x/unsloth"]
+
+
+def test_a_model_that_can_not_be_had_loses_its_own_cells_only(
+    faked: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(name: str) -> Path:
+        if name == "y":
+            raise CheckpointError("there is no y")
+        return Path(name)
+
+    ran = faked({})
+    monkeypatch.setattr(matrix, "resolve", resolve)
+    receipts = run_matrix(config("poros", models=("y", "x")), tmp_path, PLUGINS)
+    assert ran == ["case x/poros"]
+    assert [(receipt.status, receipt.reason) for receipt in receipts] == [("error", "there is no y"), ("ok", None)]
+    assert receipts[0].host_peak_gb is None
+
+
+def test_a_folder_says_what_it_is_about(faked: Callable[..., list[str]], tmp_path: Path) -> None:
+    """The page of a matrix that was edited shows its cells as they are now, and names those that were not run."""
+    faked({})
+    run_matrix(config("poros", "resident", title="Old"), tmp_path, PLUGINS)
+    run_matrix(config("poros", "unsloth", title="New", note="A note."), tmp_path, PLUGINS, only="case x/poros")
+    page = tmp_path / "page.md"
+    runner = CliRunner().invoke(bench, ["report", str(tmp_path), "--no-plot", "--to", str(page)], obj=PLUGINS)
+    assert runner.exit_code == 0, runner.output
+    text = page.read_text()
+    assert text.startswith("# New\n")
+    assert "A note." in text
+    assert "Not run, or not yet: case x: x, unsloth." in text
+    assert "\n| resident |" not in text
+
+
+def test_being_terminated_leaves_no_process_behind(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom poros_bench import matrix\n"
+        "with matrix._stopped_by_terminate():\n"
+        "    matrix._in_a_process(['-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'], "
+        "Path(sys.argv[1]), 60)\n"
+    )
+    log = tmp_path / "log"
+    process = subprocess.Popen([sys.executable, "-c", code, str(log)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not (log.exists() and log.read_text().strip()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 def test_another_setting_is_another_cell(faked: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from poros_bench.cell import Cell, receipt_of
 from poros_bench.config import Case, MethodEntry
 from poros_bench.fairness import beyond_spread, differences, ratio
 from poros_bench.plots import draw
-from poros_bench.report import markdown, page_of_html
+from poros_bench.report import About, markdown, page_of_html
 
 CASE = Case(name="Qwen2.5-32B", model="qwen2.5-32b")
 
@@ -48,7 +48,7 @@ def test_no_ratio_between_unequal_cells(name: str, value: Any) -> None:
     other = receipt("poros", 0.5, **{name: value})
     assert differences(other, STOCK) == [name]
     assert ratio(other, STOCK) is None
-    page = markdown([STOCK, other], "Title", "command")
+    page = markdown([STOCK, other], About("Title", "command"))
     assert f"no ratio of poros to resident: they differ in {name}" in page
     assert "| poros | - | 0.5000 | 0.0100 | - | - |" in page
 
@@ -62,9 +62,13 @@ def test_nothing_measured_means_nothing_compared() -> None:
 
 def test_a_page_says_what_is_there_and_what_is_not() -> None:
     cells = [STOCK, OURS, receipt("unsloth", None, None, status="skipped", reason="not installed: unsloth")]
-    page = markdown(cells, "Results", "poros bench matrix x.yaml -o out", ["plots/bars-1.png"])
+    page = markdown(
+        cells, About("Results", "poros bench matrix x.yaml -o out", "A note.", ["Qwen, unsloth"], ["plots/bars-1.png"])
+    )
     for words in (
         "# Results",
+        "A note.",
+        "Not run, or not yet: Qwen, unsloth.",
         "## Qwen2.5-32B: qwen2.5-32b (random weights)",
         "| resident | - | 1.0000 | 0.0100 | 1.00 |",
         "| poros | - | 0.5000 | 0.0100 | 0.50 |",
@@ -77,11 +81,11 @@ def test_a_page_says_what_is_there_and_what_is_not() -> None:
         "poros bench matrix x.yaml -o out",
     ):
         assert words in page, words
-    assert "the same first" not in markdown([STOCK, receipt("poros", 0.5, losses=[1.0, 2.1])], "T", "c")
+    assert "the same first" not in markdown([STOCK, receipt("poros", 0.5, losses=[1.0, 2.1])], About("T", "c"))
 
 
 def test_html_says_the_same() -> None:
-    page = page_of_html(markdown([STOCK, OURS], "A <b> title", "command"), "A <b> title")
+    page = page_of_html(markdown([STOCK, OURS], About("A <b> title", "command")), "A <b> title")
     assert "<td>0.5000</td>" in page
     assert "<h1>A &lt;b&gt; title</h1>" in page
     assert "<b>" not in page
@@ -103,9 +107,9 @@ def test_what_is_trained_must_be_equal_too_and_labels_say_nothing() -> None:
     assert differences(STOCK.model_copy(update={"config": {**STOCK.config, "case": repeated}}), OURS) == []
     labelled = {**STOCK.config["entry"], "label": "stock"}
     stock = STOCK.model_copy(update={"method": "stock", "config": {**STOCK.config, "entry": labelled}})
-    assert "poros takes 0.50 x the time of resident" in markdown([stock, OURS], "T", "c")
+    assert "poros takes 0.50 x the time of resident" in markdown([stock, OURS], About("T", "c"))
     posing = OURS.model_copy(update={"method": "resident"})
-    assert "x the time of resident" not in markdown([posing, receipt("unsloth", 0.7)], "T", "c")
+    assert "x the time of resident" not in markdown([posing, receipt("unsloth", 0.7)], About("T", "c"))
 
 
 def test_a_difference_within_the_spread_is_none() -> None:

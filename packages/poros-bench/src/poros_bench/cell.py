@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poros.config import AttentionPath, hash_of
-from poros.errors import PorosError, one_line
+from poros.errors import BudgetError, PorosError, one_line
 from poros.provenance import host_peak_bytes, provenance
 from poros.receipt import DTYPE_POLICY, Receipt
 from poros_bench.config import SYNTHETIC, Case, MethodEntry
@@ -54,6 +54,11 @@ class Cell:
         """By which a finished cell is known again: everything that decides what is measured."""
         case = self.case.model_dump(mode="json", exclude={"name"})
         return hash_of({"case": case, "entry": self.entry.model_dump(mode="json", exclude={"label"})})
+
+    @property
+    def title(self) -> str:
+        """The case's name in receipts."""
+        return f"{self.case.name}: {self.model_name}"
 
     def to_json(self) -> dict[str, Any]:
         """For the cell's process."""
@@ -169,12 +174,16 @@ def run(cell: Cell) -> Receipt:
             measured = measure(cell, trainee)
         trainee.close()
         return receipt_of(cell, **measured)
-    except torch.OutOfMemoryError as error:
-        return receipt_of(cell, status="oom", reason=one_line(error)[:300])
     except NotApplicableError as error:
         return receipt_of(cell, status="skipped", reason=str(error))
+    except BudgetError as error:
+        return receipt_of(cell, status="oom", reason=one_line(error)[:300])
     except PorosError as error:
         return receipt_of(cell, status="error", reason=one_line(error))
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error).lower():
+            raise
+        return receipt_of(cell, status="oom", reason=one_line(error)[:300])
 
 
 class NotApplicableError(Exception):
@@ -282,7 +291,7 @@ def receipt_of(cell: Cell, **values: Any) -> Receipt:
             config[name] = values.pop(name)
     fields: dict[str, Any] = {
         "kind": "cell",
-        "case": f"{cell.case.name}: {cell.model_name}",
+        "case": cell.title,
         "method": cell.entry.name,
         "model_type": "",
         "config": config,

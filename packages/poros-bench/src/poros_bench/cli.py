@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +16,9 @@ from poros.errors import ConfigError
 from poros.plugins import Plugins
 from poros.receipt import Receipt, read_receipts
 from poros_bench.config import MatrixConfig, load_matrix
+from poros_bench.matrix import MATRIX, RECEIPTS
 from poros_bench.plugin import installed_methods
+from poros_bench.report import About, markdown, page_of_html
 
 bench = typer.Typer(help="Compare ways to train on the same work.", invoke_without_command=True)
 
@@ -39,7 +43,7 @@ def quick(
     with Display() as display:
         receipts, verdicts = run_quick(out, plugins, display.advance)
     _print(receipts, verdicts)
-    _write_page(receipts, out, "Tiny models of every installed family", "poros bench", plot=True)
+    _write_page(receipts, out, _about(out, receipts, "poros bench"))
     typer.echo(f"receipts: {out / 'receipts.jsonl'}\npage: {out / 'report.md'}")
     raise typer.Exit(0 if all(verdict == "identical" for verdict in verdicts.values()) else 1)
 
@@ -61,7 +65,7 @@ def matrix(
     [bold]Example:[/] poros bench matrix configs/bench/tiny_cpu.yaml -o runs/tiny
     """
     plugins: Plugins = context.obj
-    settings = load_matrix(config, list(installed_methods(plugins)))
+    settings = load_matrix(config, installed_methods(plugins))
     _check_hardware(settings)
     from poros_bench.matrix import run_matrix
 
@@ -79,7 +83,8 @@ def report(
     out: Annotated[Path, typer.Argument(help="Folder of a matrix, or a file of receipts.")],
     format_: Annotated[str, typer.Option("--format", help="md or html.")] = "md",
     plot: Annotated[bool, typer.Option(help="Draw plots beside the page.")] = True,
-    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Benchmark",
+    title: Annotated[str, typer.Option(help="Heading of the page; the matrix's own by default.")] = "",
+    reproduce: Annotated[str, typer.Option(help="Command that the page names for making the receipts.")] = "",
     to: Annotated[
         Path | None, typer.Option(help="The page; by default report.md or report.html beside the receipts.")
     ] = None,
@@ -92,7 +97,8 @@ def report(
         raise ConfigError(f"--format {format_} is neither md nor html")
     receipts = _receipts(out)
     folder = out if out.is_dir() else out.parent
-    page = _write_page(receipts, folder, title, f"poros bench matrix CONFIG.yaml -o {folder.name}", plot, format_, to)
+    about = _about(out, receipts, reproduce or f"poros bench matrix CONFIG.yaml -o {folder.name}", title)
+    page = _write_page(receipts, folder, about, plot, format_, to)
     typer.echo(f"page: {page}")
 
 
@@ -152,29 +158,51 @@ def methods(context: typer.Context) -> None:
 
 
 def _receipts(path: Path) -> list[Receipt]:
-    file = path / "receipts.jsonl" if path.is_dir() else path
+    """The newest receipt of every cell; of a folder those of its matrix as it is now."""
+    file = path / RECEIPTS if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"there are no receipts at {file}", "give a matrix's folder or a .jsonl file")
-    newest = {receipt.config.get("key", str(number)): receipt for number, receipt in enumerate(read_receipts(file))}
-    return [receipt for receipt in newest.values() if receipt.kind == "cell" and "case" in receipt.config]
+    found = enumerate(read_receipts(file, torn=True))
+    newest = {receipt.config.get("key", str(number)): receipt for number, receipt in found}
+    cells = _cells(path)
+    keys = [cell["key"] for cell in cells] if cells else list(newest)
+    wanted = (newest[key] for key in keys if key in newest)
+    return [receipt for receipt in wanted if receipt.kind == "cell" and "case" in receipt.config]
+
+
+def _cells(path: Path) -> list[dict[str, str]]:
+    return list(_matrix(path).get("cells", []))
+
+
+def _matrix(path: Path) -> dict[str, Any]:
+    """What a matrix has written down about its folder; empty for a file of receipts."""
+    file = path / MATRIX
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _about(path: Path, receipts: list[Receipt], reproduce: str, title: str = "") -> About:
+    matrix_ = _matrix(path)
+    there = {receipt.config.get("key") for receipt in receipts}
+    missing = [f"{cell['case']}, {cell['method']}" for cell in _cells(path) if cell["key"] not in there]
+    return About(title or matrix_.get("title") or "Benchmark", reproduce, matrix_.get("note", ""), missing)
 
 
 def _write_page(
     receipts: list[Receipt],
     folder: Path,
-    title: str,
-    reproduce: str,
+    about: About,
     plot: bool = True,
     format_: str = "md",
     to: Path | None = None,
 ) -> Path:
     from poros_bench.plots import draw
-    from poros_bench.report import markdown, page_of_html
 
     page = to or folder / f"report.{format_}"
-    pictures = [f"plots/{name}" for name in draw(receipts, page.parent / "plots")] if plot else []
-    text = markdown(receipts, title, reproduce, pictures)
-    page.write_text(page_of_html(text, title) if format_ == "html" else text, encoding="utf-8")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    plots = page.parent / f"{page.stem}-plots" if to else page.parent / "plots"
+    pictures = [f"{plots.name}/{name}" for name in draw(receipts, plots)] if plot else []
+    text = markdown(receipts, dataclasses.replace(about, pictures=pictures))
+    page.write_text(page_of_html(text, about.title) if format_ == "html" else text, encoding="utf-8")
     return page
 
 

@@ -12,7 +12,7 @@ Every case is run by every method. What a case doesn't say is taken from `defaul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_
 
 from poros.config import AttentionPath, LoraPart, Part, StreamConfig, describe_problems, parse_size, read_yaml
 from poros.errors import ConfigError
+from poros_bench.methods import Method
 
 SYNTHETIC = "synthetic"
 LEAST = "least"
@@ -96,15 +97,22 @@ class MatrixConfig(Part):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what} share a name: {', '.join(twice)}")
+        for what, entries, label in (("cases", self.cases, "name"), ("methods", self.methods, "label")):
+            seen: dict[str, str] = {}
+            for entry in entries:
+                content = entry.model_dump_json(exclude={label})
+                if content in seen:
+                    raise ValueError(f"{what} {seen[content]} and {entry.name} are the same but for their {label}")
+                seen[content] = entry.name
         return self
 
 
-def load_matrix(path: Path, installed: Sequence[str]) -> MatrixConfig:
+def load_matrix(path: Path, installed: Mapping[str, Method]) -> MatrixConfig:
     """Read a matrix file.
 
     Args:
         path: A YAML file.
-        installed: Names of the methods that there are.
+        installed: The methods that there are, by their names.
 
     Raises:
         ConfigError: with every problem found.
@@ -127,6 +135,8 @@ def load_matrix(path: Path, installed: Sequence[str]) -> MatrixConfig:
     listed = entries if isinstance(entries, list) else []
     named = {str(entry.get("method")) for entry in listed if isinstance(entry, Mapping)}
     problems += [f"methods: no method is called {name}" for name in sorted(named - {*installed, "None"})]
+    if config is not None:
+        problems += _ignored(config, installed)
     if problems or config is None:
         raise ConfigError(
             f"{len(problems)} problem{'s' if len(problems) != 1 else ''} in {path}:\n"
@@ -134,3 +144,17 @@ def load_matrix(path: Path, installed: Sequence[str]) -> MatrixConfig:
             f"installed methods: {', '.join(installed)}; the keys are in docs/benchmarking.md",
         )
     return config
+
+
+def _ignored(config: MatrixConfig, installed: Mapping[str, Method]) -> list[str]:
+    """Settings that would have no effect."""
+    problems = [
+        f"methods: {entry.method} takes no budget, so vram: {entry.vram} means nothing"
+        for entry in config.methods
+        if entry.vram is not None and entry.method in installed and not installed[entry.method].takes_budget
+    ]
+    return problems + [
+        f"cases: {case.name} is a directory, and only published shapes can be cut to {case.layers} layers"
+        for case in config.cases
+        if case.layers is not None and Path(case.model).exists()
+    ]

@@ -7,8 +7,8 @@ from poros.receipt import Receipt
 EQUAL = ("data_hash", "trainable_parameters", "dtype_policy", "tokens_per_step")
 """Fields of receipts: the token rows, the number of trained parameters, the dtypes, the work of a step."""
 
-PLACES = ("gpu_name", "cpu")
-"""Of the provenance: where it ran."""
+PLACES = ("gpu_name", "cpu", "torch", "transformers", "peft", "bitsandbytes")
+"""Of the provenance: on what it ran."""
 
 
 def differences(one: Receipt, other: Receipt) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,15 +10,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from poros.errors import ConfigError, PorosError
+from poros.checkpoint.locate import resolve
+from poros.errors import ConfigError, PorosError, one_line
 from poros.plugins import Plugins
+from poros.provenance import Provenance, provenance
 from poros.receipt import Receipt, read_receipts
 from poros_bench.cell import Cell, receipt_of
 from poros_bench.config import MatrixConfig
@@ -27,8 +32,11 @@ RECEIPTS = "receipts.jsonl"
 LOGS = "logs"
 MODELS = "models"
 
-FINISHED = ("ok", "oom", "skipped")
-"""What isn't run again on `--resume`: results. An error is tried again."""
+FINISHED = ("ok", "oom")
+"""What isn't run again on `--resume`: results. An error, and a method that wasn't there, are tried again."""
+
+MATRIX = "matrix.json"
+"""What a folder is about: title, note, and every cell by its key."""
 
 Announce = Callable[[str, int, int], None]
 """Told what is going on: cells done and cells in all."""
@@ -40,7 +48,7 @@ class Planned:
 
     Attributes:
         cell: What is to be done.
-        finished: Its receipt, if it has been done.
+        finished: Its receipt, if it has been done, with the versions that are installed now.
     """
 
     cell: Cell
@@ -59,7 +67,8 @@ def cells_of(config: MatrixConfig, out: Path, plugins: Plugins, only: str | None
     Raises:
         ConfigError: `only` names nothing.
     """
-    done = {receipt.config.get("key"): receipt for receipt in receipts_in(out)}
+    now = _versions(provenance())
+    done = {r.config.get("key"): r for r in receipts_in(out) if _versions(r.provenance) == now}
     wanted_case, _, wanted_method = (only or "*/*").partition("/")
     planned = []
     for case in config.cases:
@@ -80,7 +89,7 @@ def receipts_in(out: Path) -> list[Receipt]:
     file = out / RECEIPTS
     if not file.is_file():
         return []
-    newest = {receipt.config.get("key"): receipt for receipt in read_receipts(file)}
+    newest = {receipt.config.get("key"): receipt for receipt in read_receipts(file, torn=True)}
     return list(newest.values())
 
 
@@ -117,28 +126,80 @@ def run_matrix(
     if receipts_in(out) and not resume and only is None:
         raise ConfigError(f"{out} holds results already", "add --resume to go on, or name another folder with -o")
     out.mkdir(parents=True, exist_ok=True)
+    describe(config, out, plugins)
     todo = [
         one.cell for one in planned if not (resume and one.finished is not None and one.finished.status in FINISHED)
     ]
-    if jobs > 1:
-        with ThreadPoolExecutor(jobs) as threads:
-            running = [threads.submit(run_cell, cell, config.timeout_s, out / LOGS, one_thread=True) for cell in todo]
-            for number, (cell, job) in enumerate(zip(todo, running, strict=True)):
-                announce(f"{cell.case.name}, {cell.entry.name}", number, len(todo))
-                job.result().append(out / RECEIPTS)
-        todo = []
-    for number, cell in enumerate(todo):
-        announce(f"{cell.case.name}, {cell.entry.name}", number, len(todo))
-        if has_random_weights(cell.case, plugins) and not cell.directory.is_dir():
-            _make_model(cell, config.timeout_s, out)
-        receipt = run_cell(cell, config.timeout_s, out / LOGS)
-        receipt.append(out / RECEIPTS)
-        later = {other.directory for other in todo[number + 1 :]}
-        if not keep_models and cell.directory not in later and cell.directory.parent == out / MODELS:
-            shutil.rmtree(cell.directory, ignore_errors=True)
+    with _stopped_by_terminate():
+        if jobs > 1:
+            with ThreadPoolExecutor(jobs) as threads:
+                running = [
+                    threads.submit(run_cell, cell, config.timeout_s, out / LOGS, one_thread=True) for cell in todo
+                ]
+                for number, (cell, job) in enumerate(zip(todo, running, strict=True)):
+                    announce(f"{cell.case.name}, {cell.entry.name}", number, len(todo))
+                    job.result().append(out / RECEIPTS)
+        else:
+            _one_by_one(todo, config.timeout_s, out, plugins, keep_models, announce)
     announce("done", len(todo), len(todo))
     keys = {one.cell.key for one in planned}
     return [receipt for receipt in receipts_in(out) if receipt.config.get("key") in keys]
+
+
+def _one_by_one(
+    todo: Sequence[Cell], timeout_s: float, out: Path, plugins: Plugins, keep_models: bool, announce: Announce
+) -> None:
+    made: set[Path] = set()
+    for number, cell in enumerate(todo):
+        announce(f"{cell.case.name}, {cell.entry.name}", number, len(todo))
+        try:
+            ready = cell
+            if not has_random_weights(cell.case, plugins):
+                ready = dataclasses.replace(cell, directory=resolve(cell.case.model))  # a hub id is fetched
+            elif not cell.directory.is_dir():
+                _make_model(cell, timeout_s, out)
+                made.add(cell.directory)
+            receipt = run_cell(ready, timeout_s, out / LOGS)
+        except PorosError as error:
+            receipt = receipt_of(cell, status="error", reason=one_line(error)[:300], host_peak_gb=None)
+        receipt.append(out / RECEIPTS)
+        if (
+            not keep_models
+            and cell.directory in made
+            and cell.directory not in {c.directory for c in todo[number + 1 :]}
+        ):
+            shutil.rmtree(cell.directory, ignore_errors=True)
+
+
+def describe(config: MatrixConfig, out: Path, plugins: Plugins) -> None:
+    """Write down what a folder is about, for whoever makes a page of it."""
+    cells = [
+        {"key": one.cell.key, "case": one.cell.title, "method": one.cell.entry.name}
+        for one in cells_of(config, out, plugins)
+    ]
+    content = {"title": config.title, "note": config.note, "cells": cells}
+    (out / MATRIX).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _versions(where: Provenance) -> tuple[str | None, ...]:
+    return (where.poros, where.torch, where.transformers, where.peft, where.bitsandbytes, where.gpu_name)
+
+
+@contextmanager
+def _stopped_by_terminate() -> Iterator[None]:
+    """Let a request to terminate unwind as Ctrl-C does, so that no cell's process is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_cell(cell: Cell, timeout_s: float, logs: Path, one_thread: bool = False) -> Receipt:
@@ -153,10 +214,10 @@ def run_cell(cell: Cell, timeout_s: float, logs: Path, one_thread: bool = False)
         if out.is_file():
             return read_receipts(out)[0]
     if ended is None:
-        return receipt_of(cell, status="error", reason=f"stopped after {timeout_s:.0f} s")
+        return receipt_of(cell, status="error", reason=f"stopped after {timeout_s:.0f} s", host_peak_gb=None)
     tail = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-1:]
     what = f"killed by signal {-ended}" if ended < 0 else f"ended with exit code {ended}"
-    return receipt_of(cell, status="error", reason=f"{what}: {' '.join(tail)[:300]}")
+    return receipt_of(cell, status="error", reason=f"{what}: {' '.join(tail)[:300]}", host_peak_gb=None)
 
 
 def _in_a_process(

@@ -26,7 +26,7 @@ def name_of(case: Case, plugins: Plugins) -> str:
 def directory_of(case: Case, plugins: Plugins, models: Path) -> Path:
     """Where a case's checkpoint is, or will be."""
     if not has_random_weights(case, plugins):
-        return Path(case.model)
+        return Path(case.model)  # or a hub id, until it was fetched
     return models / f"{case.model}-{hash_of([case.model, case.layers, 'random', 1])[:8]}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,38 @@ def cases_in(receipts: Sequence[Receipt]) -> dict[str, list[Receipt]]:
     return cases
 
 
-def markdown(receipts: Sequence[Receipt], title: str, reproduce: str, pictures: Sequence[str] = ()) -> str:
-    """A page.
+@dataclass(frozen=True)
+class About:
+    """What a page says beside what its receipts say.
 
-    Args:
-        receipts: Of cells.
+    Attributes:
         title: Its heading.
+        note: Printed under it.
         reproduce: The command that makes the receipts.
+        missing: Cells of the matrix without a receipt, as "case, method".
         pictures: Paths of plots, relative to the page.
     """
-    lines = [f"# {title}", "", "Made by `poros bench report` from receipts. " + UNITS, ""]
+
+    title: str
+    reproduce: str
+    note: str = ""
+    missing: Sequence[str] = ()
+    pictures: Sequence[str] = ()
+
+
+def markdown(receipts: Sequence[Receipt], about: About) -> str:
+    """A page about the receipts of cells."""
+    lines = [f"# {about.title}", "", "Made by `poros bench report` from receipts. " + UNITS, ""]
+    lines += [about.note, ""] if about.note else []
     lines += _where(receipts)
+    if about.missing:
+        lines += ["", "Not run, or not yet: " + "; ".join(about.missing) + "."]
     for case, cells in cases_in(receipts).items():
         lines += ["", f"## {case}", "", *_settings(cells[0]), "", *_table(cells), *_takeaways(cells)]
         lines += _published(cells[0])
-    if pictures:
-        lines += ["", "## Pictures", ""] + [f"![{Path(picture).stem}]({picture})" for picture in pictures]
-    lines += ["", "## How to reproduce", "", "```", reproduce, "```"]
+    if about.pictures:
+        lines += ["", "## Pictures", ""] + [f"![{Path(picture).stem}]({picture})" for picture in about.pictures]
+    lines += ["", "## How to reproduce", "", "```", about.reproduce, "```"]
     return "\n".join(lines) + "\n"
 
 

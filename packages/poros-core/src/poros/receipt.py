@@ -88,19 +88,27 @@ class Receipt(BaseModel):
     def append(self, path: Path) -> None:
         """Add the receipt to a file of receipts."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(self.to_json() + "\n")
+        with path.open("a+b") as file:
+            if file.tell() > 0:
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")  # whoever wrote the line before was stopped in the middle of it
+            file.write(self.to_json().encode() + b"\n")
 
 
-def read_receipts(path: Path) -> list[Receipt]:
+def read_receipts(path: Path, torn: bool = False) -> list[Receipt]:
     """All receipts of a file.
+
+    Args:
+        path: One receipt a line.
+        torn: Whether to pass over a line that breaks off: its writer was stopped in the middle.
 
     Raises:
         PorosError: a line is not a receipt of this schema.
     """
     receipts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
+        if not line.strip() or (torn and not line.rstrip().endswith("}")):
             continue
         try:
             receipts.append(Receipt.model_validate_json(line))
