@@ -137,7 +137,7 @@ def test_a_model_that_can_not_be_had_loses_its_own_cells_only(
 def test_a_folder_says_what_it_is_about(faked: Callable[..., list[str]], tmp_path: Path) -> None:
     """The page of a matrix that was edited shows its cells as they are now, and names those that were not run."""
     faked({})
-    run_matrix(config("poros", "resident", title="Old"), tmp_path, PLUGINS)
+    run_matrix(config("poros", "resident", title="New"), tmp_path, PLUGINS)
     run_matrix(config("poros", "unsloth", title="New", note="A note."), tmp_path, PLUGINS, only="case x/poros")
     page = tmp_path / "page.md"
     runner = CliRunner().invoke(bench, ["report", str(tmp_path), "--no-plot", "--to", str(page)], obj=PLUGINS)

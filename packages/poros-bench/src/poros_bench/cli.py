@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,7 +15,7 @@ from poros.errors import ConfigError
 from poros.plugins import Plugins
 from poros.receipt import Receipt, read_receipts
 from poros_bench.config import MatrixConfig, load_matrix
-from poros_bench.matrix import MATRIX, RECEIPTS
+from poros_bench.matrix import RECEIPTS, matrices_in
 from poros_bench.plugin import installed_methods
 from poros_bench.report import About, markdown, page_of_html
 
@@ -171,20 +170,15 @@ def _receipts(path: Path) -> list[Receipt]:
 
 
 def _cells(path: Path) -> list[dict[str, str]]:
-    return list(_matrix(path).get("cells", []))
-
-
-def _matrix(path: Path) -> dict[str, Any]:
-    """What a matrix has written down about its folder; empty for a file of receipts."""
-    file = path / MATRIX
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    return [cell for matrix_ in matrices_in(path).values() for cell in matrix_["cells"]]
 
 
 def _about(path: Path, receipts: list[Receipt], reproduce: str, title: str = "") -> About:
-    matrix_ = _matrix(path)
+    matrices = matrices_in(path)
     there = {receipt.config.get("key") for receipt in receipts}
     missing = [f"{cell['case']}, {cell['method']}" for cell in _cells(path) if cell["key"] not in there]
-    return About(title or matrix_.get("title") or "Benchmark", reproduce, matrix_.get("note", ""), missing)
+    note = " ".join(dict.fromkeys(matrix_["note"] for matrix_ in matrices.values() if matrix_["note"]))
+    return About(title or " / ".join(filter(None, matrices)) or "Benchmark", reproduce, note, missing)
 
 
 def _write_page(

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from poros.checkpoint.locate import resolve
 from poros.errors import ConfigError, PorosError, one_line
@@ -36,7 +37,7 @@ FINISHED = ("ok", "oom")
 """What isn't run again on `--resume`: results. An error, and a method that wasn't there, are tried again."""
 
 MATRIX = "matrix.json"
-"""What a folder is about: title, note, and every cell by its key."""
+"""What a folder is about: every matrix that was run into it by its title, with its note and its cells."""
 
 Announce = Callable[[str, int, int], None]
 """Told what is going on: cells done and cells in all."""
@@ -172,13 +173,19 @@ def _one_by_one(
 
 
 def describe(config: MatrixConfig, out: Path, plugins: Plugins) -> None:
-    """Write down what a folder is about, for whoever makes a page of it."""
+    """Write down what a folder is about, for whoever makes a page of it. One folder may hold several matrices."""
     cells = [
         {"key": one.cell.key, "case": one.cell.title, "method": one.cell.entry.name}
         for one in cells_of(config, out, plugins)
     ]
-    content = {"title": config.title, "note": config.note, "cells": cells}
+    content = matrices_in(out) | {config.title: {"note": config.note, "cells": cells}}
     (out / MATRIX).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def matrices_in(out: Path) -> dict[str, Any]:
+    """Title -> note and cells of each matrix that was run into a folder."""
+    file = out / MATRIX
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _versions(where: Provenance) -> tuple[str | None, ...]:

@@ -102,6 +102,16 @@ def test_more_memory_is_never_slower(shape: str, card: str, micro_batches: int) 
     assert len(set(times)) > 4 or micro_batches > 1  # many micro-batches hide all copies early
 
 
+def test_the_curve_keeps_to_what_was_set_and_to_host_memory() -> None:
+    job, card = published("qwen2.5-7b"), CARDS["rtx-3060"]
+    fixed = frozenset({"head", "slots"})
+    plans = curve(job, card, 6, StreamConfig(head="device", slots=3), fixed, host_bytes=8 * 10**9)
+    assert len(plans) > 1
+    assert {(plan.stream.head, plan.stream.slots) for plan in plans} == {("device", 3)}
+    assert all(plan.host_bytes <= 8 * 10**9 for plan in plans)
+    assert curve(job, card, 6)[0].stream.head == "host"
+
+
 def test_host_memory_is_a_budget_of_its_own() -> None:
     job = published("qwen2.5-32b")
     plan = best_plan(job, CARDS["h200"], 11 * 10**9)

@@ -60,8 +60,9 @@ def plan(
         dimensions_of(architecture, values), LoraPart(rank=rank), batch * seq, accumulate, stream, True, batch
     )
     budget = _size("--vram", vram) if vram is not None else round(card.vram_gb * 1e9)
+    host_bytes = None if host_ram is None else _size("--host-ram", host_ram)
     try:
-        chosen = fit(job, card, budget, stream, None if host_ram is None else _size("--host-ram", host_ram))
+        chosen = fit(job, card, budget, stream, host_bytes)
     except BudgetError as error:
         if as_json:
             smallest = smallest_plan(job, card, stream, fixed_settings(stream))
@@ -73,10 +74,10 @@ def plan(
             )
         raise typer.Exit(1) from None
     if as_json:
-        typer.echo(json.dumps({"fits": True, "model": model, "card": card.id, **chosen.to_json()}))
+        typer.echo(json.dumps({"fits": True, "model": model, "card": card.id, "note": note, **chosen.to_json()}))
     if as_json and plot is None:
         return
-    plans = curve(job, card)
+    plans = curve(job, card, base=stream, fixed=fixed_settings(stream), host_bytes=host_bytes)
     stock = (stock_bytes(job, card) / 1e9, describe(job, _ALL_RESIDENT, card).seconds.computing)
     if plot is not None:
         from poros.plan.drawing import draw_curve

@@ -226,10 +226,28 @@ def smallest_plan(job: Job, card: Card, base: StreamConfig | None = None, fixed:
     return describe(job, min(streams, key=cost), card)
 
 
-def curve(job: Job, card: Card, points: int = 28) -> list[Plan]:
-    """The fastest plan for each of a row of budgets, from the smallest that works to one at which nothing travels."""
-    smallest = smallest_plan(job, card).device_bytes
-    largest = sum(device_components(job, StreamConfig(resident="all", recompute=job.micro_batches > 1), card).values())
+def curve(
+    job: Job,
+    card: Card,
+    points: int = 28,
+    base: StreamConfig | None = None,
+    fixed: frozenset[str] = frozenset(),
+    host_bytes: int | None = None,
+) -> list[Plan]:
+    """The fastest plan for each of a row of budgets, from the smallest that works to one at which nothing travels.
+
+    Args:
+        job: What is trained.
+        card: On which card.
+        points: How many budgets.
+        base, fixed: Settings that hold, and their names.
+        host_bytes: Host memory for the whole process; unlimited by default.
+    """
+    base = base or StreamConfig()
+    smallest = smallest_plan(job, card, base, fixed).device_bytes
+    wanted = {"resident": "all", "recompute": job.micro_batches > 1}
+    everything = base.model_copy(update={name: value for name, value in wanted.items() if name not in fixed})
+    largest = max(smallest, sum(device_components(job, everything, card).values()))
     budgets = [smallest + (largest - smallest) * step // (points - 1) for step in range(points)]
-    plans = (best_plan(job, card, max(smallest, budget)) for budget in budgets)
+    plans = (best_plan(job, card, max(smallest, budget), host_bytes, base, fixed) for budget in budgets)
     return [plan for plan in plans if plan is not None]
