@@ -45,3 +45,17 @@ def test_the_table_of_stacks_is_what_was_found() -> None:
     spec.loader.exec_module(module)
     assert module.table() in (ROOT / "docs" / "stacks.md").read_text()
     assert " failed" not in module.table()
+
+
+def test_pages_of_results_are_made_from_receipts(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("validation_pages", VALIDATION / "pages.py")
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert set(module.PAGES) == {folder.name for folder in (VALIDATION / "bench").iterdir()}
+    pages = module.make(tmp_path)
+    assert {page.name for page in pages} == {page.name for page in (ROOT / "docs" / "results").glob("*.md")}
+    for page in pages:
+        assert page.read_text() == (ROOT / "docs" / "results" / page.name).read_text()
+        drawn = {picture.name for picture in (tmp_path / f"{page.stem}-plots").glob("*.png")}
+        assert drawn == {picture.name for picture in (ROOT / "docs" / "results" / f"{page.stem}-plots").glob("*.png")}
