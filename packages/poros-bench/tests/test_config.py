@@ -57,6 +57,8 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         ("cases: [{name: a, model: x}]\nmethods: []", "methods"),
         ("cases: [{name: a, model: x}, {name: a, model: y}]\nmethods: [resident]", "share a name: a"),
         ("cases: [{name: a, model: x}]\nmethods: [resident, resident]", "share a name: resident"),
+        ("cases: [{name: a, model: x}]\nmethods: [{method: soup, options: {buffers: 1}}]", "soup: options.buffers"),
+        ("cases: [{name: a, model: x}]\nmethods: [{method: resident, options: {slots: 2}}]", "has no options"),
         ("defaults: 3\ncases: [{name: a, model: x}]\nmethods: [resident]", "defaults"),
         ("cases: [{name: a, model: x}]\nmethods: 5", "methods"),
         ("cases: [{name: a, model: x}, {name: b, model: x}]\nmethods: [resident]", "a and b are the same"),

@@ -20,7 +20,7 @@ from poros.plugins import load_plugins
 from poros.provenance import provenance
 from poros.receipt import Receipt, read_receipts
 from poros.testing.checkpoints import make_checkpoint
-from poros_bench import matrix
+from poros_bench import environments, matrix
 from poros_bench.cell import Cell, make_rows, receipt_of, rows_hash
 from poros_bench.cli import bench
 from poros_bench.config import Case, MatrixConfig, MethodEntry
@@ -47,7 +47,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], list[st
     def fake(statuses: dict[str, str]) -> list[str]:
         ran: list[str] = []
 
-        def run(cell: Cell, timeout_s: float, logs: Path, one_thread: bool = False) -> Receipt:
+        def run(cell: Cell, timeout_s: float, logs: Path, python: str = sys.executable) -> Receipt:
             ran.append(f"{cell.case.name}/{cell.entry.name}")
             status: Any = statuses.get(cell.entry.name, "ok")
             if status == "killed":
@@ -112,7 +112,7 @@ def test_other_versions_are_measured_anew_and_what_was_missing_is_looked_for_aga
     run_matrix(settings, tmp_path, PLUGINS, resume=True)
     assert ran == ["case x/unsloth"]
     newer = provenance().model_copy(update={"transformers": "99"})
-    monkeypatch.setattr(matrix, "provenance", lambda: newer)
+    monkeypatch.setattr(environments, "provenance", lambda: newer)
     ran = faked({})
     run_matrix(settings, tmp_path, PLUGINS, resume=True)
     assert ran == ["case x/poros", "case x/unsloth"]
@@ -153,7 +153,7 @@ def test_being_terminated_leaves_no_process_behind(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom poros_bench import matrix\n"
         "with matrix._stopped_by_terminate():\n"
-        "    matrix._in_a_process(['-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'], "
+        "    matrix._in_a_process([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'], "
         "Path(sys.argv[1]), 60)\n"
     )
     log = tmp_path / "log"

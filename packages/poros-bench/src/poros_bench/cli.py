@@ -15,6 +15,7 @@ from poros.errors import ConfigError
 from poros.plugins import Plugins
 from poros.receipt import Receipt, read_receipts
 from poros_bench.config import MatrixConfig, load_matrix
+from poros_bench.environments import parse
 from poros_bench.matrix import RECEIPTS, matrices_in
 from poros_bench.plugin import installed_methods
 from poros_bench.report import About, markdown, page_of_html
@@ -55,6 +56,9 @@ def matrix(
     resume: Annotated[bool, typer.Option("--resume", help="Leave out cells whose result is there.")] = False,
     only: Annotated[str | None, typer.Option(help="Run one cell, as CASE/METHOD; either may be *.")] = None,
     keep_models: Annotated[bool, typer.Option(help="Keep checkpoints that were made.")] = True,
+    python: Annotated[
+        list[str] | None, typer.Option(help="METHOD=PYTHON: run a method in another environment; repeatable.")
+    ] = None,
 ) -> None:
     """Run every method on every case, each cell in a process of its own.
 
@@ -64,13 +68,22 @@ def matrix(
     [bold]Example:[/] poros bench matrix configs/bench/tiny_cpu.yaml -o runs/tiny
     """
     plugins: Plugins = context.obj
-    settings = load_matrix(config, installed_methods(plugins))
+    installed = installed_methods(plugins)
+    settings = load_matrix(config, installed)
+    environments = parse(python or [], installed)
     _check_hardware(settings)
     from poros_bench.matrix import run_matrix
 
     with Display() as display:
         receipts = run_matrix(
-            settings, out, plugins, resume=resume, only=only, keep_models=keep_models, announce=display.advance
+            settings,
+            out,
+            plugins,
+            resume=resume,
+            only=only,
+            keep_models=keep_models,
+            environments=environments,
+            announce=display.advance,
         )
     _print(receipts, {})
     typer.echo(f"receipts: {out / 'receipts.jsonl'}")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_validator, model_validator
 
-from poros.config import AttentionPath, LoraPart, Part, StreamConfig, describe_problems, parse_size, read_yaml
+from poros.config import AttentionPath, LoraPart, Part, describe_problems, parse_size, read_yaml
 from poros.errors import ConfigError
 from poros_bench.methods import Method
 
@@ -64,12 +64,6 @@ class MethodEntry(Part):
         if value is not None and value != LEAST:
             parse_size(value)
         return value
-
-    @model_validator(mode="after")
-    def _options_of_poros(self) -> MethodEntry:
-        if self.method == "poros" and self.options:
-            StreamConfig.model_validate(self.options)
-        return self
 
     @property
     def name(self) -> str:
@@ -135,6 +129,9 @@ def load_matrix(path: Path, installed: Mapping[str, Method]) -> MatrixConfig:
     listed = entries if isinstance(entries, list) else []
     named = {str(entry.get("method")) for entry in listed if isinstance(entry, Mapping)}
     problems += [f"methods: no method is called {name}" for name in sorted(named - {*installed, "None"})]
+    for entry in listed:
+        if isinstance(entry, Mapping):
+            problems += _wrong_options(entry, installed)
     if config is not None:
         problems += _ignored(config, installed)
     if problems or config is None:
@@ -158,3 +155,16 @@ def _ignored(config: MatrixConfig, installed: Mapping[str, Method]) -> list[str]
         for case in config.cases
         if case.layers is not None and Path(case.model).exists()
     ]
+
+
+def _wrong_options(entry: Mapping[str, Any], installed: Mapping[str, Method]) -> list[str]:
+    method, options = installed.get(str(entry.get("method"))), entry.get("options")
+    if method is None or not options or not isinstance(options, Mapping):
+        return []
+    if method.options is None:
+        return [f"methods: {method.name} has no options, so {', '.join(map(str, options))} would mean nothing"]
+    try:
+        method.options.model_validate(options)
+    except ValidationError as error:
+        return [f"methods: {method.name}: options.{problem}" for problem in describe_problems(error)]
+    return []

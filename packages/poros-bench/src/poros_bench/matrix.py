@@ -23,10 +23,10 @@ from typing import Any
 from poros.checkpoint.locate import resolve
 from poros.errors import ConfigError, PorosError, one_line
 from poros.plugins import Plugins
-from poros.provenance import Provenance, provenance
 from poros.receipt import Receipt, read_receipts
 from poros_bench.cell import Cell, receipt_of
 from poros_bench.config import MatrixConfig
+from poros_bench.environments import HERE, Environments, versions
 from poros_bench.models import directory_of, has_random_weights, name_of
 
 RECEIPTS = "receipts.jsonl"
@@ -56,7 +56,9 @@ class Planned:
     finished: Receipt | None
 
 
-def cells_of(config: MatrixConfig, out: Path, plugins: Plugins, only: str | None = None) -> list[Planned]:
+def cells_of(
+    config: MatrixConfig, out: Path, plugins: Plugins, only: str | None = None, environments: Environments = HERE
+) -> list[Planned]:
     """Every cell of a matrix, case by case, with what has been done already.
 
     Args:
@@ -64,12 +66,13 @@ def cells_of(config: MatrixConfig, out: Path, plugins: Plugins, only: str | None
         out: Its folder.
         plugins: For published shapes.
         only: "case/method": names of one cell; either may be `*`.
+        environments: Which Python runs which method.
 
     Raises:
         ConfigError: `only` names nothing.
     """
-    now = _versions(provenance())
-    done = {r.config.get("key"): r for r in receipts_in(out) if _versions(r.provenance) == now}
+    now = {entry.method: environments.versions_of(entry.method) for entry in config.methods}
+    done = {receipt.config.get("key"): receipt for receipt in receipts_in(out)}
     wanted_case, _, wanted_method = (only or "*/*").partition("/")
     planned = []
     for case in config.cases:
@@ -78,7 +81,9 @@ def cells_of(config: MatrixConfig, out: Path, plugins: Plugins, only: str | None
             if wanted_case not in ("*", case.name) or (wanted_method or "*") not in ("*", entry.name):
                 continue
             cell = Cell(case, entry, directory, name_of(case, plugins))
-            planned.append(Planned(cell, done.get(cell.key)))
+            found = done.get(cell.key)
+            stands = found is not None and versions(found.provenance) == now[entry.method]
+            planned.append(Planned(cell, found if stands else None))
     if not planned:
         names = ", ".join(f"{case.name}/{entry.name}" for case in config.cases for entry in config.methods)
         raise ConfigError(f"--only {only} names no cell", f"cells: {names}")
@@ -103,6 +108,7 @@ def run_matrix(
     only: str | None = None,
     keep_models: bool = True,
     jobs: int = 1,
+    environments: Environments = HERE,
     announce: Announce = lambda what, done, total: None,
 ) -> list[Receipt]:
     """Run a matrix.
@@ -115,6 +121,7 @@ def run_matrix(
         only: "case/method", to run some cells only.
         keep_models: Whether checkpoints with random weights stay when their case is done.
         jobs: Cells at a time, each on one thread if there are several; only for tiny ones on a CPU.
+        environments: Which Python runs which method.
         announce: Told what is going on.
 
     Returns:
@@ -123,7 +130,7 @@ def run_matrix(
     Raises:
         ConfigError: the folder holds results, and `resume` isn't asked for.
     """
-    planned = cells_of(config, out, plugins, only)
+    planned = cells_of(config, out, plugins, only, environments)
     if receipts_in(out) and not resume and only is None:
         raise ConfigError(f"{out} holds results already", "add --resume to go on, or name another folder with -o")
     out.mkdir(parents=True, exist_ok=True)
@@ -135,20 +142,29 @@ def run_matrix(
         if jobs > 1:
             with ThreadPoolExecutor(jobs) as threads:
                 running = [
-                    threads.submit(run_cell, cell, config.timeout_s, out / LOGS, one_thread=True) for cell in todo
+                    threads.submit(
+                        run_cell, cell, config.timeout_s, out / LOGS, environments.python_of(cell.entry.method), True
+                    )
+                    for cell in todo
                 ]
                 for number, (cell, job) in enumerate(zip(todo, running, strict=True)):
                     announce(f"{cell.case.name}, {cell.entry.name}", number, len(todo))
                     job.result().append(out / RECEIPTS)
         else:
-            _one_by_one(todo, config.timeout_s, out, plugins, keep_models, announce)
+            _one_by_one(todo, config.timeout_s, out, plugins, keep_models, environments, announce)
     announce("done", len(todo), len(todo))
     keys = {one.cell.key for one in planned}
     return [receipt for receipt in receipts_in(out) if receipt.config.get("key") in keys]
 
 
 def _one_by_one(
-    todo: Sequence[Cell], timeout_s: float, out: Path, plugins: Plugins, keep_models: bool, announce: Announce
+    todo: Sequence[Cell],
+    timeout_s: float,
+    out: Path,
+    plugins: Plugins,
+    keep_models: bool,
+    environments: Environments,
+    announce: Announce,
 ) -> None:
     made: set[Path] = set()
     for number, cell in enumerate(todo):
@@ -160,7 +176,7 @@ def _one_by_one(
             elif not cell.directory.is_dir():
                 _make_model(cell, timeout_s, out)
                 made.add(cell.directory)
-            receipt = run_cell(ready, timeout_s, out / LOGS)
+            receipt = run_cell(ready, timeout_s, out / LOGS, environments.python_of(cell.entry.method))
         except PorosError as error:
             receipt = receipt_of(cell, status="error", reason=one_line(error)[:300], host_peak_gb=None)
         receipt.append(out / RECEIPTS)
@@ -188,10 +204,6 @@ def matrices_in(out: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
-def _versions(where: Provenance) -> tuple[str | None, ...]:
-    return (where.poros, where.torch, where.transformers, where.peft, where.bitsandbytes, where.gpu_name)
-
-
 @contextmanager
 def _stopped_by_terminate() -> Iterator[None]:
     """Let a request to terminate unwind as Ctrl-C does, so that no cell's process is left behind."""
@@ -209,7 +221,9 @@ def _stopped_by_terminate() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_cell(cell: Cell, timeout_s: float, logs: Path, one_thread: bool = False) -> Receipt:
+def run_cell(
+    cell: Cell, timeout_s: float, logs: Path, python: str = sys.executable, one_thread: bool = False
+) -> Receipt:
     """Run a cell in a process of its own; a crash, a kill and a time-out become receipts as well."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{cell.key}.log"
@@ -217,7 +231,7 @@ def run_cell(cell: Cell, timeout_s: float, logs: Path, one_thread: bool = False)
         spec, out = Path(folder) / "spec.json", Path(folder) / "receipt.json"
         spec.write_text(json.dumps(cell.to_json()), encoding="utf-8")
         threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
-        ended = _in_a_process(["-m", "poros_bench.cell", str(spec), str(out)], log, timeout_s, threads)
+        ended = _in_a_process([python, "-m", "poros_bench.cell", str(spec), str(out)], log, timeout_s, threads)
         if out.is_file():
             return read_receipts(out)[0]
     if ended is None:
@@ -230,10 +244,10 @@ def run_cell(cell: Cell, timeout_s: float, logs: Path, one_thread: bool = False)
 def _in_a_process(
     arguments: Sequence[str], log: Path, timeout_s: float, environment: Mapping[str, str] = MappingProxyType({})
 ) -> int | None:
-    """Exit code of a Python process; None if it ran out of time and was stopped with all its children."""
+    """Exit code of a process; None if it ran out of time and was stopped with all its children."""
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            list(arguments),
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -256,7 +270,8 @@ def _make_model(cell: Cell, timeout_s: float, out: Path) -> None:
     log = out / LOGS / f"{cell.directory.name}.log"
     layers = "all" if cell.case.layers is None else str(cell.case.layers)
     began = time.monotonic()
-    ended = _in_a_process(["-m", "poros_bench.models", cell.case.model, layers, str(cell.directory)], log, timeout_s)
+    make = [sys.executable, "-m", "poros_bench.models", cell.case.model, layers, str(cell.directory)]
+    ended = _in_a_process(make, log, timeout_s)
     if ended != 0:
         shutil.rmtree(cell.directory.with_name(cell.directory.name + ".part"), ignore_errors=True)
         took = time.monotonic() - began

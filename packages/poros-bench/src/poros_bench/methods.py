@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Literal
+
+from pydantic import Field
+
+from poros.config import Part, StreamConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +24,7 @@ class Method:
             `Trainee` (both in `poros_bench.cell`).
         takes_budget: Whether it can be given a budget of GPU memory.
         first: A module that must be imported before torch and transformers, which it changes.
+        options: What can be set with `options`; None: nothing.
     """
 
     name: str
@@ -27,6 +33,7 @@ class Method:
     entry: str
     takes_budget: bool = False
     first: str | None = None
+    options: type[Part] | None = None
 
 
 def needs(*modules: str) -> Callable[[], Sequence[str]]:
@@ -42,6 +49,7 @@ POROS = Method(
     missing=needs(*STOCK),
     entry="poros_bench.ways:poros",
     takes_budget=True,
+    options=StreamConfig,
 )
 RESIDENT = Method(
     name="resident",
@@ -61,4 +69,22 @@ UNSLOTH = Method(
     missing=needs("unsloth"),
     entry="poros_bench.ways:unsloth",
     first="unsloth",
+)
+
+
+class SoupOptions(Part):
+    """What can be set for Soup; the defaults are its own, but for the dtype of the adapters."""
+
+    buffers: int = Field(2, ge=2, le=8, description="layers on the device at a time")
+    scale_cache: bool = Field(False, description="keep the expanded scales of every weight on the device")
+    recompute: bool = Field(True, description="run a layer's forward again in the backward pass")
+    adapters: Literal["float32", "bfloat16"] = Field("float32", description="its own trainer casts them to bfloat16")
+
+
+SOUP = Method(
+    name="soup",
+    description="Soup: another trainer that streams layers, in an environment of its own",
+    missing=needs("soup_cli"),
+    entry="poros_bench.soup:soup",
+    options=SoupOptions,
 )

@@ -11,7 +11,7 @@ from poros import hookimpl
 from poros.errors import ConfigError
 from poros.plugins import Plugins, load_plugins
 from poros_bench import hookspecs
-from poros_bench.methods import CHECKPOINTING, POROS, RESIDENT, UNSLOTH, Method
+from poros_bench.methods import CHECKPOINTING, POROS, RESIDENT, SOUP, UNSLOTH, Method
 
 poros_hookspecs = (hookspecs,)
 """Hook specifications that Poros adds to its own when it loads this plugin."""
@@ -28,7 +28,7 @@ def poros_commands(app: typer.Typer) -> None:
 @hookimpl
 def poros_bench_methods() -> Sequence[Method]:
     """The methods of this package."""
-    return (POROS, RESIDENT, CHECKPOINTING, UNSLOTH)
+    return (POROS, RESIDENT, CHECKPOINTING, UNSLOTH, SOUP)
 
 
 def installed_methods(plugins: Plugins | None = None) -> dict[str, Method]:

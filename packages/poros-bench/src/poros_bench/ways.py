@@ -15,7 +15,7 @@ from poros_bench.cell import Cell, NotApplicableError, Trainee
 def resident(cell: Cell) -> Trainee:
     """Stock, everything on the device."""
     device = _device()
-    model = load_stock(cell.directory, _lora(cell), cell.case.seed, device)
+    model = load_stock(cell.directory, lora_of(cell), cell.case.seed, device)
     make_adapters_count(model, cell.case.seed)
     return Trainee(model=model, device=device, make_optimizer=torch.optim.AdamW, attention=cell.case.attention)
 
@@ -57,7 +57,7 @@ def poros(cell: Cell) -> Trainee:
     card = card_of(device)
     settings: Any = {} if plan is not None else stream.model_dump()
     model = library.load(
-        cell.directory, lora=_lora(cell), seed=case.seed, device=device, plugins=plugins, plan=plan, **settings
+        cell.directory, lora=lora_of(cell), seed=case.seed, device=device, plugins=plugins, plan=plan, **settings
     )
     make_adapters_count(model, case.seed)
     engine = engine_of(model)
@@ -134,7 +134,8 @@ def _device() -> torch.device:
     return default_device()
 
 
-def _lora(cell: Cell) -> Any:
+def lora_of(cell: Cell) -> Any:
+    """peft's settings of a case; `all-linear` stays in the text tower."""
     from transformers import AutoConfig
 
     from poros.checkpoint.locate import read_config
