@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,15 @@ from poros.engine.engine import engine_of
 from poros.errors import BudgetError
 from poros.plugins import Plugins
 from poros.training.rehearsal import rehearse
+
+
+def step_of(model: Any) -> Callable[[Mapping[str, torch.Tensor]], None]:
+    def micro_step(inputs: Mapping[str, torch.Tensor]) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+
+    return micro_step
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
@@ -35,7 +44,7 @@ def test_nothing_is_left(
     model.eval()
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     state = torch.get_rng_state()
-    rehearse(model, rows=2, tokens=24, micro_batches=micro_batches)
+    rehearse(model, step_of(model), rows=2, tokens=24, micro_batches=micro_batches)
     assert engine_of(model).streamer.counts.visits >= 10
     assert torch.equal(torch.get_rng_state(), state)
     assert not model.training
@@ -58,5 +67,5 @@ def test_too_little_memory_is_said(
 
     monkeypatch.setattr(type(engine_of(model)), "accumulate", full)
     with pytest.raises(BudgetError, match=r"2 rows of 24 tokens .* were planned"):
-        rehearse(model, rows=2, tokens=24, micro_batches=1)
+        rehearse(model, step_of(model), rows=2, tokens=24, micro_batches=1)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -28,7 +28,7 @@ from poros.training.data import collator, prepare
 from poros.training.output import ADAPTER, save_adapter
 from poros.training.progress import StepRecord
 from poros.training.run import train
-from poros.training.trainer import training_arguments
+from poros.training.trainer import StreamedTrainer, training_arguments
 
 CPU = torch.device("cpu")
 TOWNS = ["Paris", "Rome", "Oslo", "Lima", "Cairo", "Tokyo"]
@@ -164,6 +164,52 @@ def test_a_run_equals_the_same_run_with_stock(
     ours, theirs = load_file(tmp_path / "ours" / ADAPTER), stock_adapter(config, tmp_path / "stock")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_nothing_but_the_loss_leaves_the_model(
+    ready: tuple[Path, Path], tmp_path: Path, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate would hold the logits once more, in float32, in training, in an evaluation and in a rehearsal."""
+    from poros.training import run
+
+    given: list[dict[str, Any]] = []
+    stock_loss = Trainer.compute_loss
+
+    def compute_loss(self: Any, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = stock_loss(self, *args, return_outputs=True, **kwargs)
+        given.append(dict(outputs))
+        return (loss, outputs) if return_outputs else loss
+
+    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
+    stock_train = Trainer.train
+
+    def rehearse_and_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(given)
+        assert before > 0  # the evaluation
+        run.rehearse(self.model, self.rehearsal_step, 2, 16, 2)
+        assert len(given) == before + 2
+        return stock_train(self, *args, **kwargs)
+
+    values = {"data.eval_path": str(ready[1]), "training.steps": 2}
+    whole = train(settings(ready, tmp_path / "whole", **values), plugins, Listener())
+    monkeypatch.setattr(Trainer, "train", rehearse_and_train)
+    rehearsed = train(settings(ready, tmp_path / "rehearsed", **values), plugins, Listener())
+    assert len(given) > 8
+    assert all(set(outputs) == {"loss"} for outputs in given)
+    one, other = load_file(whole.out / ADAPTER), load_file(rehearsed.out / ADAPTER)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_predictions_keep_their_logits(ready: tuple[Path, Path], tmp_path: Path, plugins: Plugins) -> None:
+    config = settings(ready, tmp_path / "out")
+    model = poros.load(ready[0], lora=lora_config(LoraPart(rank=4)), seed=0, device="cpu", plugins=plugins)
+    trainer = StreamedTrainer(model=model, args=training_arguments(config, tmp_path / "out", on_cpu=True))
+    ids = torch.arange(8).view(1, -1)
+    for loss_only in (True, False):
+        loss, logits, _ = trainer.prediction_step(model, {"input_ids": ids, "labels": ids}, loss_only)
+        assert loss is not None
+        assert (logits is None) == loss_only
+    assert logits.shape[:2] == ids.shape
 
 
 class Stop(TrainerCallback):  # type: ignore[misc]

@@ -6,22 +6,31 @@ graphs of the largest shape. Nothing of it stays: no gradient, no random number 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from poros.engine.engine import engine_of
 from poros.engine.executor import rng_state, set_rng_state
 from poros.errors import BudgetError
 
 
-def rehearse(model: Any, rows: int, tokens: int, micro_batches: int, marks: Sequence[str] = ()) -> None:
+def rehearse(
+    model: Any,
+    micro_step: Callable[[Mapping[str, Tensor]], None],
+    rows: int,
+    tokens: int,
+    micro_batches: int,
+    marks: Sequence[str] = (),
+) -> None:
     """Run the forward and backward passes of one optimizer step.
 
     Args:
         model: A streamed peft model.
+        micro_step: Runs both passes of a micro-batch, given the model's inputs, just as training will.
         rows: Of a micro-batch.
         tokens: Of the longest row, padding included.
         micro_batches: Per optimizer step.
@@ -35,11 +44,6 @@ def rehearse(model: Any, rows: int, tokens: int, micro_batches: int, marks: Sequ
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device=device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, **dict.fromkeys(marks, ids)}
 
-    def micro_step() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(**inputs, use_cache=False).loss
-        loss.backward()
-
     states = {where: rng_state(where) for where in {torch.device("cpu"), device}}
     was_training = model.training
     model.train()
@@ -49,7 +53,7 @@ def rehearse(model: Any, rows: int, tokens: int, micro_batches: int, marks: Sequ
         # Room for what the optimizer will have from its first step on.
         moments = 0 if engine.plan is None else engine.plan.device["moments"]
         reserved = torch.empty(moments, dtype=torch.uint8, device=device)
-        engine.accumulate([partial(micro_step) for _ in range(micro_batches)])
+        engine.accumulate([partial(micro_step, inputs)] * micro_batches)
         del reserved
     except torch.OutOfMemoryError as error:
         plan = engine.plan

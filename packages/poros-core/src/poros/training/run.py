@@ -124,11 +124,6 @@ def train(config: RunConfig, plugins: Plugins, listener: Listener) -> TrainResul
         if config.overwrite and resume_from is None:
             clear_folder(out)  # only now is it sure that something will take its place
         try:
-            if plan is not None and device.type == "cuda":
-                batch = config.training.batch_size
-                tokens = _longest(config, [rows])
-                listener.note(f"rehearsing a step with rows of {tokens} tokens")
-                rehearse(model, batch, tokens, config.training.accumulation, text_marks(causal_lm(model)))
             return _run(config, model, tokenizer, rows, held_out, identity, resume_from, out, device, plugins, listener)
         finally:
             engine_of(model).close()
@@ -261,6 +256,13 @@ def _run(
     )
 
     trainer.remove_callback(PrinterCallback)  # it prints every log as a dict; the listener shows them
+
+    if engine_of(model).plan is not None and device.type == "cuda":
+        part, tokens = config.training, _longest(config, [rows])
+        listener.note(f"rehearsing a step with rows of {tokens} tokens")
+        rehearse(
+            model, trainer.rehearsal_step, part.batch_size, tokens, part.accumulation, text_marks(causal_lm(model))
+        )
 
     write_run_config(config, out)
     began = time.perf_counter()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,27 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         if self._window is None:
-            return super().training_step(model, inputs, num_items_in_batch)
+            return self._stock_step(model, inputs, num_items_in_batch)
         if not self._losses:
             # The Trainer asks for one micro-batch after the other; the first asking runs them all.
-            stock_step = super().training_step
-            steps = [partial(stock_step, model, dict(sample), num_items_in_batch) for sample in self._window]
+            steps = [partial(self._stock_step, model, dict(sample), num_items_in_batch) for sample in self._window]
             self._losses = engine_of(model).accumulate(steps)
         return self._losses.pop(0)
+
+    def _stock_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
+        with loss_only(self.model):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def rehearsal_step(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """A micro-batch's forward and backward pass as in training, before that has begun."""
+        model = self.accelerator.prepare_model(self.model)  # training takes what has been prepared as it is
+        self._stock_step(model, dict(inputs), torch.tensor(inputs["labels"].numel()))
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        with loss_only(self.model) if prediction_loss_only else nullcontext():
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def get_optimizer_cls_and_kwargs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """The Trainer's own choice; where that is torch's AdamW, with its moments where the model's settings say."""
@@ -77,6 +92,26 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         save_adapter(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
+
+
+@contextmanager
+def loss_only(model: Any) -> Iterator[None]:
+    """Let a peft model's forward give its loss and nothing else.
+
+    accelerate turns whatever a forward gives into float32: of the logits that is a copy of twice their size, which is
+    there at the fullest moment of a step and which nobody reads. Logits without a loss stay: somebody will make one.
+    """
+
+    def drop(module: Any, args: Any, output: Any) -> Any:
+        loss = getattr(output, "loss", None)
+        return output if loss is None else type(output)(loss=loss)
+
+    # peft calls the base's `forward` itself, past its hooks; what it calls as a module is the tuner in between.
+    hook = model.base_model.register_forward_hook(drop)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class StepObserver(TrainerCallback):  # type: ignore[misc]
