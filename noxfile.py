@@ -6,6 +6,7 @@ own, so nothing but nox is needed beforehand.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -74,26 +75,31 @@ def real(session: nox.Session) -> None:
     session.run("python", "tests/real_run.py", *(session.posargs or ["real"]), env=OFFLINE)
 
 
-def parity(session: nox.Session, stack: str) -> None:
-    """Run the conformance suites and the tests of engine, checkpoint reading and gate on a stack, from built wheels."""
-    wheels = Path(session.create_tmp()) / "wheels"
+def build_wheels(session: nox.Session, folder: Path) -> list[Path]:
+    """Build wheels of the four packages into a folder, which holds nothing else afterwards."""
+    shutil.rmtree(folder, ignore_errors=True)
     session.install("build", "hatchling")
     for name in PACKAGES:
-        session.run(
-            "python",
-            "-m",
-            "build",
-            "--wheel",
-            "--no-isolation",
-            "--outdir",
-            str(wheels),
-            f"packages/{name}",
-            silent=True,
-        )
-    session.install(
-        "-c", f"stacks/{stack}.txt", "-r", f"stacks/{stack}.txt", *map(str, wheels.iterdir()), "pytest", "pytest-xdist"
-    )
-    session.run("pytest", "-n", "2", *(session.posargs or PARITY_TESTS), env=OFFLINE)
+        options = ("--wheel", "--no-isolation", "--outdir", str(folder))
+        session.run("python", "-m", "build", *options, f"packages/{name}", silent=True)
+    return sorted(folder.iterdir())
+
+
+def parity(session: nox.Session, stack: str) -> None:
+    """Run the conformance suites and the tests of engine, checkpoint reading and gate on a stack, from built wheels.
+
+    Without arguments the whole proof runs, and validation/stacks.json is given what it found.
+    """
+    wheels = [str(wheel) for wheel in build_wheels(session, Path(session.create_tmp()) / "wheels")]
+    # An environment that is used again holds the wheels of the last run, under the same version: pip would keep them.
+    session.install("--force-reinstall", "--no-deps", *wheels)
+    session.install("-c", f"stacks/{stack}.txt", "-r", f"stacks/{stack}.txt", *wheels, "pytest", "pytest-xdist")
+    if session.posargs:
+        session.run("pytest", "-n", "2", *session.posargs, env=OFFLINE)
+        return
+    results = str(Path(session.create_tmp()) / "results.xml")
+    session.run("pytest", "-n", "2", *PARITY_TESTS, "--junitxml", results, env=OFFLINE, success_codes=[0, 1])
+    session.run("python", "validation/stacks.py", "collect", stack, results)  # fails if a test failed
 
 
 PARITY_TESTS = (
@@ -147,9 +153,6 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build wheels of the four packages into dist/."""
-    session.install("build", "hatchling")
-    for name in PACKAGES:
-        session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", f"packages/{name}")
-    for wheel in sorted((ROOT / "dist").iterdir()):
+    """Build wheels of the four packages into dist/, which is emptied first."""
+    for wheel in build_wheels(session, ROOT / "dist"):
         print(wheel.relative_to(ROOT))
