@@ -159,6 +159,20 @@ def test_a_proof_runs_on_the_wheels_of_this_tree(sessions: Any, tmp_path: Path) 
     assert partial.asked[-1] == ("pytest", "-n", "2", "-k", "something")  # and nothing is written down
 
 
+def test_what_breaks_exactness_is_as_large_as_the_page_says() -> None:
+    page = (ROOT / "docs" / "exactness.md").read_text()
+    module = load(VALIDATION / "what_breaks_it.py")
+    assert module.table() in page
+    assert load(VALIDATION / "tables.py").default_path() in page
+    kept = json.loads(module.RESULTS.read_text())["sizes"]
+    found = module.measure()["sizes"]
+    assert found.keys() == kept.keys() == module.CASES.keys()
+    assert found["for comparison: the same run again"]["differ"] == 0
+    for name, size in kept.items():
+        if size["differ"]:  # another CPU rounds otherwise, but it rounds
+            assert size["last"] / 10 < found[name]["last"] < size["last"] * 10, name
+
+
 def test_pages_of_results_are_made_from_receipts(tmp_path: Path) -> None:
     module = load(VALIDATION / "pages.py")
     assert set(module.PAGES) == {folder.name for folder in (VALIDATION / "bench").iterdir()}

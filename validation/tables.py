@@ -146,6 +146,19 @@ def checks(*files: str) -> str:
     return "\n".join(lines)
 
 
+def default_path() -> str:
+    """Where stock repeated itself on the `default` path, model by model, by all receipts of the gate."""
+    runs: dict[str, list[bool]] = {}
+    for file in sorted(HERE.glob("*.jsonl")):
+        for receipt in read_receipts(file):
+            if receipt.kind == "check" and receipt.config["attention"] == "default" and receipt.provenance.gpu_name:
+                model = receipt.case.replace("random weights, ", "").replace(" (random weights)", "")
+                runs.setdefault(model, []).append(receipt.reason != "not reproducible on this path")
+    lines = ["| stock against stock, `default`, on an H200 | repeated itself |", "|---|---|"]
+    lines += [f"| {model} | {sum(same)} of {len(same)} |" for model, same in sorted(runs.items())]
+    return "\n".join(lines)
+
+
 def _shown(case: str) -> str:
     return case.removesuffix(" (random weights)").replace("qwen", "Qwen").replace("b", "B")
 
@@ -178,5 +191,5 @@ def tables() -> list[str]:
 
 
 if __name__ == "__main__":
-    for table in tables():
+    for table in (*tables(), default_path()):
         print(table, end="\n\n")
