@@ -23,7 +23,7 @@ from poros.engine.outside import outside_bytes
 from poros.plan.cards import CARDS
 from poros.plan.fit import dimensions_of
 from poros.plan.job import Job
-from poros.plan.memory import device_components, head_travels, host_components, restored_bytes
+from poros.plan.memory import device_components, head_travels, host_components, masked_bytes, restored_bytes
 from poros.plan.seconds import copied_bytes
 from poros.plugins import Plugins
 
@@ -190,3 +190,45 @@ def poros_families() -> list[Architecture]:
     from poros.plugins import load_plugins
 
     return list(load_plugins().architectures())
+
+
+def test_masks_of_padded_rows(checkpoint: Callable[..., Path], families: dict[str, Architecture]) -> None:
+    """What autograd keeps of a layer more than without padding, against torch's own count."""
+    from transformers import AutoModelForCausalLM
+
+    directory = checkpoint("qwen2", {})
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    ids = torch.arange(2 * 24).view(2, 24)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = []
+    for padding in (0, 3):
+        mask = torch.ones_like(ids)
+        mask[:, 24 - padding :] = 0
+        saved: dict[int, torch.Tensor] = {}
+
+        def note(tensor: torch.Tensor, saved: dict[int, torch.Tensor] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor  # and hold it, so that its memory isn't used again
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            output = model.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        kept.append(sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in weights))
+        del output
+    job = job_of(directory, families["qwen2"], tokens=48, rows=2, padded=True)
+    assert kept[1] - kept[0] == sum(masked_bytes(job, layer) for layer in job.dimensions.layers) > 0
+
+
+def test_padding_takes_memory() -> None:
+    family = next(a for a in poros_families() if a.family == "qwen2")
+    shape = next(shape for shape in family.published if shape.id == "qwen2.5-7b")
+    plain = Job(dimensions=dimensions_of(family, shape.config), tokens=4096, rows=2, micro_batches=3)
+    padded = dataclasses.replace(plain, padded=True)
+    few, many = (device_components(job, StreamConfig(), CARD) for job in (plain, padded))
+    assert few["masks"] == 0
+    assert many["masks"] == (3 + 1) * 2 * 2048 * 2048
+    assert many["activations of a block"] > few["activations of a block"]
+    kept = StreamConfig(resident="all", recompute=False)
+    few, many = (device_components(job, kept, CARD) for job in (plain, padded))
+    layer = plain.dimensions.layers[0]
+    assert many["kept activations"] - few["kept activations"] == len(plain.blocks) * masked_bytes(padded, layer)

@@ -55,6 +55,25 @@ def test_nothing_is_left(
         assert name not in before or torch.equal(parameter, before[name])
 
 
+def test_full_rows_and_padded_ones_are_rehearsed(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    """Layers get a mask for padded rows only, and with it other kernels."""
+    model = poros.load(checkpoint("qwen2", {}), lora=lora_config(LoraPart(rank=4)), device="cpu", plugins=plugins)
+    engine = engine_of(model)
+    masks = []
+    prologue = engine.prologue
+
+    def noting(*args: Any) -> Any:
+        made = prologue(*args)
+        masks.append(made.calls[0].kwargs["attention_mask"])
+        return made
+
+    engine.prologue = noting  # type: ignore[method-assign]
+    rehearse(model, step_of(model), rows=2, tokens=24, micro_batches=1)
+    first, second = masks
+    assert first is None
+    assert second.shape == (2, 1, 24, 24)
+
+
 def test_too_little_memory_is_said(
     checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:

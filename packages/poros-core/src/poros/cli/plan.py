@@ -30,6 +30,9 @@ def plan(
         str | None, typer.Option(help="GPU memory of the whole process, as 12GB. By default all of the card's.")
     ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of the longest row.")] = 1024,
+    padded: Annotated[
+        bool, typer.Option("--padded/--unpadded", help="Whether rows may be padded, as in `poros train`.")
+    ] = True,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     rank: Annotated[int, typer.Option(min=1, help="Of the adapters, on all linear layers.")] = 16,
@@ -57,7 +60,7 @@ def plan(
     architecture, values = _find(model, context.obj)
     stream = validated(StreamConfig, assigned(set_ or ()), "stream")
     job = make_job(
-        dimensions_of(architecture, values), LoraPart(rank=rank), batch * seq, accumulate, stream, True, batch
+        dimensions_of(architecture, values), LoraPart(rank=rank), batch * seq, accumulate, stream, True, batch, padded
     )
     budget = _size("--vram", vram) if vram is not None else round(card.vram_gb * 1e9)
     host_bytes = None if host_ram is None else _size("--host-ram", host_ram)

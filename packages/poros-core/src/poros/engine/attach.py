@@ -73,7 +73,9 @@ def attach(
             )
         adapters = getattr(model, "peft_config", None) or {}
         lora = lora_part(next(iter(adapters.values()), None))
-        own = planned(config, architecture, base.config.to_dict(), lora, device=parts.device, fixed=OWN_LOOP)
+        own = planned(
+            config, architecture, base.config.to_dict(), lora, padded=True, device=parts.device, fixed=OWN_LOOP
+        )
         if own is not None:
             plan, config = own, own.stream
     places = [frozen_tensors(layer) for layer in parts.layers]

@@ -39,6 +39,7 @@ def planned(
     *,
     tokens: int | None = None,
     rows: int = 1,
+    padded: bool = False,
     micro_batches: int = 1,
     num_layers: int | None = None,
     device: torch.device,
@@ -53,6 +54,7 @@ def planned(
         lora: The adapters.
         tokens: Of a micro-batch, padding included, if the settings don't say.
         rows: Rows of a micro-batch.
+        padded: Whether rows may be padded.
         micro_batches: Per optimizer step.
         num_layers: Of a model that is cut to its first layers.
         device: Where.
@@ -74,7 +76,7 @@ def planned(
     card = card_of(device)
     dimensions = dimensions_of(architecture, values)
     dimensions = dataclasses.replace(dimensions, layers=dimensions.layers[:num_layers])
-    job = make_job(dimensions, lora, tokens, micro_batches, stream, device.type == "cuda", rows)
+    job = make_job(dimensions, lora, tokens, micro_batches, stream, device.type == "cuda", rows, padded)
     if budget is None:
         budget = smallest_plan(job, card, stream, fixed | fixed_settings(stream)).device_bytes
     return fit(job, card, budget, stream, host_bytes_free(), fixed)

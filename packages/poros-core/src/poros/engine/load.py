@@ -96,7 +96,14 @@ def load(
     if plan is None and config.vram is not None:
         values = read_config(directory)
         own = planned(
-            config, architecture, values, lora_part(lora), num_layers=num_layers, device=where, fixed=OWN_LOOP
+            config,
+            architecture,
+            values,
+            lora_part(lora),
+            num_layers=num_layers,
+            padded=True,  # nothing is known of the rows
+            device=where,
+            fixed=OWN_LOOP,
         )
         if own is not None:
             plan, config = own, own.stream

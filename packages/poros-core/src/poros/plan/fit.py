@@ -40,6 +40,7 @@ def make_job(
     stream: StreamConfig,
     graphs: bool,
     rows: int = 1,
+    padded: bool = False,
 ) -> Job:
     """The job that a run's settings describe.
 
@@ -51,11 +52,13 @@ def make_job(
         stream: For the block size and the executor.
         graphs: Whether CUDA graphs can be recorded.
         rows: Of a micro-batch.
+        padded: Whether rows may be padded.
     """
     return Job(
         dimensions=dimensions,
         tokens=tokens,
         rows=rows,
+        padded=padded,
         dropout=lora.dropout > 0,
         micro_batches=micro_batches,
         rank=lora.rank,

@@ -29,6 +29,7 @@ class Job:
         dropout: Whether the adapters' inputs have dropout.
         block_size: Layers of a block.
         graphs: Whether blocks are run by recorded CUDA graphs.
+        padded: Whether rows may be padded, for which layers are given masks.
     """
 
     dimensions: ModelDimensions
@@ -40,6 +41,7 @@ class Job:
     dropout: bool = False
     block_size: int = 1
     graphs: bool = True
+    padded: bool = False
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
@@ -62,6 +64,11 @@ class Job:
     def hidden_bytes(self) -> int:
         """Bytes of one micro-batch's hidden states in bf16."""
         return BF16 * self.tokens * self.dimensions.hidden
+
+    @property
+    def mask_elements(self) -> int:
+        """Elements of one micro-batch's attention mask, [rows, 1, length, length]; 0 if rows aren't padded."""
+        return self.tokens * (self.tokens // self.rows) if self.padded else 0
 
     def keeps_everything(self, stream: StreamConfig) -> bool:
         """Whether every block stays and keeps its activations."""

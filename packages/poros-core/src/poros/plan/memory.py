@@ -52,6 +52,8 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
         "moments": 2 * job.adapter_bytes if stream.optimizer == "device" else _room(job, stream),
         "activations of a block": block_activation_bytes(job, stream),
         "kept activations": kept_bytes(job, stream),
+        # One byte each: of every micro-batch that is under way, and those that graphs read.
+        "masks": (job.together(stream) + job.graphs) * job.mask_elements,
     }
     if travels:
         # One piece of memory has two uses by turns.
@@ -141,6 +143,13 @@ def activation_bytes(job: Job, layer: LayerDimensions) -> int:
     return tokens * (floats + halves + dropped)
 
 
+def masked_bytes(job: Job, layer: LayerDimensions) -> int:
+    """Bytes that autograd keeps of one layer beside them, where it is given a mask: that in bf16, and keys and values as
+    wide as the queries."""
+    repeated = 2 * (layer.query - layer.key_value) * job.tokens if job.padded else 0
+    return BF16 * (job.mask_elements + repeated)
+
+
 def transient_bytes(layer: LayerDimensions, hidden: int, tokens: int) -> int:
     """Bytes that come and go while a layer is differentiated: gradients around the widest matrix, in bf16."""
     inner = max(rows for rows, _ in layer.linears.values())
@@ -160,7 +169,7 @@ def _fullest_block(job: Job, takes_out: bool) -> int:
     needed = []
     for block in job.blocks:
         layers = [job.dimensions.layers[i] for i in block]
-        kept = sum(activation_bytes(job, layer) for layer in layers)
+        kept = sum(activation_bytes(job, layer) + masked_bytes(job, layer) for layer in layers)
         adapters = FLOAT32 * sum(layer.adapter_parameters(job.rank, job.targets) for layer in layers)
         transient = max(transient_bytes(layer, hidden, job.tokens) for layer in layers)
         weights = max(BF16 * rows * columns for layer in layers for rows, columns in layer.linears.values())
@@ -187,7 +196,7 @@ def _kept_by_block(job: Job) -> tuple[int, ...]:
         total = job.hidden_bytes
         for layer in (job.dimensions.layers[i] for i in block):
             adapters = FLOAT32 * layer.adapter_parameters(job.rank, job.targets)
-            total += activation_bytes(job, layer) + (adapters if job.graphs else 0)
+            total += activation_bytes(job, layer) + masked_bytes(job, layer) + (adapters if job.graphs else 0)
         kept.append(total)
     return tuple(kept)
 

@@ -26,7 +26,7 @@ def rehearse(
     micro_batches: int,
     marks: Sequence[str] = (),
 ) -> None:
-    """Run the forward and backward passes of one optimizer step.
+    """Run the forward and backward passes of one optimizer step, with full rows and with padded ones.
 
     Args:
         model: A streamed peft model.
@@ -42,7 +42,10 @@ def rehearse(
     engine = engine_of(model)
     device = engine.device
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device=device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, **dict.fromkeys(marks, ids)}
+    inputs = {"input_ids": ids, "labels": ids, **dict.fromkeys(marks, ids)}
+    # Full rows get no mask from transformers, padded ones do: other kernels, and other graphs.
+    full, padded = torch.ones_like(ids), torch.ones_like(ids)
+    padded[:, 1:][:, -1:] = 0
 
     states = {where: rng_state(where) for where in {torch.device("cpu"), device}}
     was_training = model.training
@@ -53,7 +56,8 @@ def rehearse(
         # Room for what the optimizer will have from its first step on.
         moments = 0 if engine.plan is None else engine.plan.device["moments"]
         reserved = torch.empty(moments, dtype=torch.uint8, device=device)
-        engine.accumulate([partial(micro_step, inputs)] * micro_batches)
+        for mask in (full, padded):
+            engine.accumulate([partial(micro_step, {**inputs, "attention_mask": mask})] * micro_batches)
         del reserved
     except torch.OutOfMemoryError as error:
         plan = engine.plan

@@ -146,6 +146,7 @@ def _planned(
         config.lora,
         tokens=config.training.batch_size * longest,
         rows=config.training.batch_size,
+        padded=True,
         micro_batches=config.training.accumulation,
         device=device,
     )
