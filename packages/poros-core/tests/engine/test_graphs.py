@@ -6,6 +6,7 @@ buffer reads a stale value, as a graph would."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +24,7 @@ from poros.config import LoraPart
 from poros.engine.adapters import lora_config
 from poros.engine.attention import attention_path
 from poros.engine.engine import engine_of
-from poros.engine.executor import rng_state
+from poros.engine.executor import Visit, rng_state
 from poros.engine.graphs import GraphExecutor
 from poros.engine.optimizer import adamw_for
 from poros.engine.parts import DecoderParts
@@ -580,6 +581,95 @@ def test_a_shape_that_was_given_up_while_its_batch_is_under_way(
         found.append(gradients(model))
     assert executor.num_replays > 0
     assert same(*found)
+
+
+@pytest.mark.parametrize(("resident", "accumulation"), [(0, 1), ("all", 1), (2, 3)])
+def test_a_plan_has_room_for_the_shapes_that_are_under_way(
+    resident: Any,
+    accumulation: int,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of the last step are gone before the next one's are recorded, and so is their pool."""
+    stock, streamed, executor = models(
+        checkpoint("qwen2", {}), plugins, families["qwen2"], resident=resident, recompute=resident == 0
+    )
+    executor._max_shapes, executor.keeps_eagerly = accumulation, False
+    right, renew, alive, pools = HostGraphs._record, HostGraphs._renew_pools, [], set()
+    # A replay on the host holds its shape; one on a GPU doesn't.
+    monkeypatch.setattr(HostGraphs, "_renew_pools", lambda self: (gc.collect(), renew(self)))
+
+    def record(self: HostGraphs, *args: Any) -> Any:
+        alive.append(sum(bool(shape.recorded or shape.chain) for shape in self._alive))
+        pools.add(args[1])
+        return right(self, *args)
+
+    monkeypatch.setattr(HostGraphs, "_record", record)
+    lengths = [8, 12, 9, 8, 16, 7]
+    for start in range(0, len(lengths), accumulation):
+        for model in (stock, streamed):
+            model.zero_grad()
+            torch.manual_seed(1)
+            steps = [partial(backward, model, length) for length in lengths[start : start + accumulation]]
+            [step() for step in steps] if model is stock else engine_of(model).accumulate(steps)
+        assert same(gradients(stock), gradients(streamed))
+    assert executor.num_replays > 0
+    assert max(alive) <= accumulation
+    assert len(executor._shapes) == accumulation
+    assert len(pools) >= (5 if accumulation == 1 else 1)
+
+
+def backward(model: Any, length: int) -> None:
+    ids = torch.arange(3, 3 + length)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("why", ["no room", "not recordable"])
+def test_within_a_plan_nothing_is_kept_beside_the_graphs(
+    why: str,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block whose activations no graph keeps is run again, with the same numbers."""
+    stock, streamed, executor = models(
+        checkpoint("qwen2", {}), plugins, families["qwen2"], resident="all", recompute=False
+    )
+    monkeypatch.setattr(Visit, "forward_keeping", lambda *args: pytest.fail("activations were kept eagerly"))
+    executor.keeps_eagerly = False
+    inputs = {"unknown": object()} if why == "not recordable" else {}
+    ids = torch.randint(3, 100, (1, 8))
+    for room in (False, True):
+        executor.room = room
+        assert same(step(stock, ids, **inputs), step(streamed, ids, **inputs))
+    assert executor.num_without_room == (why == "no room")
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_rehearsal_says_whether_there_was_room(
+    room: bool, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    from poros.training.rehearsal import rehearse
+
+    _, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    executor.room = room
+    assert rehearse(streamed, lambda inputs: streamed(**inputs).loss.backward(), 1, 8, 1) is room
+
+
+def test_a_planned_engine_says_so_to_its_graphs(
+    checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from poros.engine.engine import Engine
+
+    monkeypatch.setattr(Engine, "_takes_graphs", staticmethod(lambda *args: True))
+    for options, shapes in (({}, 4), ({"vram": "1GB", "tokens": 64}, 1)):
+        model = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, **options)  # type: ignore[arg-type]
+        executor = engine_of(model).executor
+        assert isinstance(executor, GraphExecutor)
+        assert (executor._max_shapes, executor.keeps_eagerly) == (shapes, not options)
 
 
 def test_kept_graphs_that_are_gone_when_they_are_wanted(

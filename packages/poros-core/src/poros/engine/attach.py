@@ -93,8 +93,7 @@ def attach(
             if hasattr(place.owner, "support_avx512bf16_for_cpu"):
                 place.owner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # see checkpoint.skeleton
     put_side_by_side([parameter for parameter in model.parameters() if parameter.requires_grad])
-    engine = Engine(parts, architecture, places, packings, store, config, vocabulary, transfer)
-    engine.plan = plan
+    engine = Engine(parts, architecture, places, packings, store, config, vocabulary, transfer, plan)
     start_streaming(base, parts.decoder, engine)
     if own is not None:
         enforce(own, parts.device)

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOST_SHAPES = 4
+"""Batch shapes whose graphs are kept where no plan says otherwise."""
+
 ENGINE = "_poros_engine"
 """Attribute of a streamed decoder that holds its engine."""
 
@@ -64,6 +67,7 @@ class Engine:
         config: What lives where.
         vocabulary: What is outside the layers and in host memory.
         transfer: How blocks travel; the device's usual way by default.
+        plan: By which the placements were chosen, if they were planned.
 
     Attributes:
         store, streamer: Where the base is, and what brings it.
@@ -88,6 +92,7 @@ class Engine:
         config: StreamConfig,
         vocabulary: Vocabulary,
         transfer: Transfer | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.store = store
         self.config = config
@@ -130,11 +135,13 @@ class Engine:
                 self.boundaries,
                 restore_once=config.restore_once,
                 arena=self.arena,
+                max_shapes=MOST_SHAPES if plan is None else plan.together,
+                keeps_eagerly=plan is None,
             )
         self.gradients = HostGradients(parts.device, config.tier) if config.gradients == "host" else None
         self.executor.gradients = self.gradients
         self.device = parts.device
-        self.plan: Plan | None = None
+        self.plan = plan
         self.draws: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._interceptor: Callable[..., Any] | None = None
         self._base = weakref.ref(parts.base)

@@ -54,9 +54,8 @@ from poros.engine.replay import (
 from poros.engine.signature import (
     CannotRecordError,
     Signature,
-    call_signature,
+    calls_by_kind,
     switches_signature,
-    tensors_of,
     value_signature,
 )
 from poros.engine.template import Template
@@ -81,6 +80,8 @@ class GraphExecutor(EagerExecutor):
             runs the block several times.
         arena: Memory for what is taken out, if the head has it at other times.
         max_shapes: Batch shapes whose graphs are kept; the least recently used go first.
+        keeps_eagerly: Whether a block that keeps its activations does so where it can't be replayed, too. Within a
+            budget there is no room for them beside the graphs', and it is run again instead.
         fuse: Whether to restore weights with Poros's own kernel where it gives the same bits.
 
     Attributes:
@@ -88,6 +89,7 @@ class GraphExecutor(EagerExecutor):
         record_seconds: Time that took.
         num_replays: Blocks run by replaying.
         num_eager: Blocks run again eagerly for want of a graph.
+        num_without_room: Times that the card had no room for the graphs of a batch shape.
         buffers: Where blocks are taken out to.
         latest_pass: Number of the forward pass that has last run a block.
     """
@@ -103,6 +105,7 @@ class GraphExecutor(EagerExecutor):
         restore_once: bool = True,
         arena: Arena | None = None,
         max_shapes: int = 4,
+        keeps_eagerly: bool = True,
         fuse: bool = True,
     ) -> None:
         super().__init__(streamer, blocks, keeping, boundaries)
@@ -110,6 +113,8 @@ class GraphExecutor(EagerExecutor):
         self.record_seconds = 0.0
         self.num_replays = 0
         self.num_eager = 0
+        self.num_without_room = 0
+        self.keeps_eagerly = keeps_eagerly
         self.latest_pass = 0
         self._passes = 0
         self._kinds = tuple(kinds)
@@ -166,26 +171,7 @@ class GraphExecutor(EagerExecutor):
 
     def _graphs_for(self, hidden: Tensor, calls: Sequence[Call], repeated: bool) -> ShapeGraphs:
         """The graphs of a batch shape; empty ones for a new shape."""
-        by_kind: dict[str, tuple[Call, Signature]] = {}
-        seen_objects: set[Signature] = set()
-        for kind, call in zip(self._kinds, calls, strict=True):
-            objects = (kind, *call.kwargs, *map(id, (*call.args, *call.kwargs.values())))
-            if objects in seen_objects:
-                continue
-            seen_objects.add(objects)
-            signature = call_signature(call)
-            if by_kind.setdefault(kind, (call, signature))[1] != signature:
-                raise CannotRecordError(f"layers of kind {kind!r} are called in different ways")
-        for start, block in zip(self._starts, self._blocks, strict=False):
-            if len(block) == 1:
-                continue
-            seen: dict[str, list[Tensor]] = {}
-            for index in range(start, start + len(block)):
-                tensors = tensors_of(calls[index])
-                first = seen.setdefault(self._kinds[index], tensors)
-                if any(one is not other for one, other in zip(first, tensors, strict=True)):
-                    # Both would be copied into the same static arguments before one replay.
-                    raise CannotRecordError("layers of one kind in a block are given different tensors")
+        by_kind = calls_by_kind(self._kinds, calls, self._starts)
         chained = bool(self.keeping) and not repeated
         restore_once = repeated or self._restore_once
         key = (
@@ -196,11 +182,12 @@ class GraphExecutor(EagerExecutor):
             tuple((kind, signature) for kind, (_, signature) in by_kind.items()),
         )
         if key not in self._shapes:
-            arguments = {kind: call for kind, (call, _) in by_kind.items()}
-            self._shapes[key] = new_shape(hidden, arguments, restore_once, chained, self._pool)
-            self._alive.add(self._shapes[key])
-            while len(self._shapes) > self._max_shapes:
+            while len(self._shapes) >= self._max_shapes:  # first, so that there is room for what is recorded next
                 self._shapes.popitem(last=False)
+            arguments = {kind: call for kind, (call, _) in by_kind.items()}
+            self._shapes[key] = new_shape(hidden, arguments, restore_once, chained)
+            self._alive.add(self._shapes[key])
+            self._renew_pools()
         self._shapes.move_to_end(key)
         return self._shapes[key]
 
@@ -242,6 +229,8 @@ class GraphExecutor(EagerExecutor):
             for key in set(graphs.recorded) - known:  # the others may belong to a batch that is still on its way back
                 del graphs.recorded[key]
             graphs.chain.clear()
+            self._renew_pools()
+            self.num_without_room += 1
             if not any(shape.recorded for shape in self._alive):
                 self._takings.clear()
                 self.buffers.forget()
@@ -256,6 +245,13 @@ class GraphExecutor(EagerExecutor):
             self.record_seconds += time.perf_counter() - began
         graphs.forget_old({self.key(block) for block in range(len(self))})
         log.info("recorded graphs for %s", tuple(graphs.hidden.shape))
+
+    def _renew_pools(self) -> None:
+        """Begin new pools where no graph is left: torch takes a pool back with its last graph."""
+        if not any(shape.recorded for shape in self._alive):
+            self._pool = Pool()
+        if not any(shape.chain for shape in self._alive):
+            self._chain_pool = Pool()
 
     def _is_recorded(self, graphs: ShapeGraphs, block: int) -> bool:
         if self.key(block) in graphs.recorded:
@@ -356,8 +352,8 @@ class GraphExecutor(EagerExecutor):
             self._warm_up(run)
         fused = [] if slot is not None else [layer for made in copies for layer in fused_layers(made.template.layer)]
         recompute = partial(backward, unused_values(fused, trial) if fused else ())
-        replay_forward, (output,) = self._record(forward, graphs.pool)
-        replay_backward, gradients = self._record(recompute, graphs.pool)
+        replay_forward, (output,) = self._record(forward, self._pool)
+        replay_backward, gradients = self._record(recompute, self._pool)
         assert output is not None
         loose = [parameter for made in copies for parameter in made.template.loose()]
         return Recorded(loose, replay_forward, output, replay_backward, gradients, slot is None)
@@ -365,6 +361,7 @@ class GraphExecutor(EagerExecutor):
     def _record_chain(self, graphs: ShapeGraphs, homes: dict[int, Slot], surroundings: Surroundings) -> None:
         """Record the blocks that keep their activations."""
         graphs.chain.clear()
+        self._renew_pools()
         links = []
         for block, home in homes.items():
             copies = [

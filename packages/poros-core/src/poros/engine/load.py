@@ -145,7 +145,8 @@ def load(
         store = make_store([*reading.sizes, *vocabulary.slabs], config.tier, where)
         fill_outside(skeleton, shards, reading, where, vocabulary.tables(store))
         fill_store(skeleton, shards, reading, store, where, progress)
-        engine = Engine(parts, architecture, skeleton.layers, reading.packings, store, config, vocabulary, transfer)
-        engine.plan = plan
+        engine = Engine(
+            parts, architecture, skeleton.layers, reading.packings, store, config, vocabulary, transfer, plan
+        )
     start_streaming(skeleton.model, skeleton.decoder, engine)
     return streamed

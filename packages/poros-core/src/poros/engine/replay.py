@@ -62,7 +62,7 @@ class Recorded:
     outside: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Pool:
     """Memory that graphs share which never run at the same time.
 
@@ -90,7 +90,6 @@ class ShapeGraphs:
         copies: Key of a block outside a slot -> the copies of its layers.
         recorded: Key of a block, in a slot or outside one -> graphs.
         chain: Block -> its graphs, for blocks that keep their activations.
-        pool: For the graphs in `recorded`, of all shapes: what a replay leaves is copied out before the next one.
         stale: Whether something was missing when it was last looked for.
         full: The card had no room; this shape runs eagerly.
     """
@@ -104,7 +103,6 @@ class ShapeGraphs:
     copies: dict[Signature, list[LayerCopy]] = field(default_factory=dict)
     recorded: dict[Signature, Recorded] = field(default_factory=dict)
     chain: dict[int, Link] = field(default_factory=dict)
-    pool: Pool = field(default_factory=Pool)
     stale: bool = True
     full: bool = False
 
@@ -181,11 +179,12 @@ class GraphVisit(Visit):
     def forward_keeping(
         self, hidden: Tensor, batch: Batch, surroundings: Surroundings, needs_hidden: bool
     ) -> tuple[Tensor, Any]:
-        if not isinstance(batch, GraphBatch):
-            return super().forward_keeping(hidden, batch, surroundings, needs_hidden)
-        if not self._executor.link_is_current(batch.graphs, self._block):
-            batch.graphs.stale = True
-            return super().forward_keeping(hidden, batch, surroundings, needs_hidden)
+        if not isinstance(batch, GraphBatch) or not self._executor.link_is_current(batch.graphs, self._block):
+            if isinstance(batch, GraphBatch):
+                batch.graphs.stale = True
+            if self._executor.keeps_eagerly:
+                return super().forward_keeping(hidden, batch, surroundings, needs_hidden)
+            return self.forward(hidden, batch, surroundings), None
         link = batch.graphs.chain[self._block]
         self._lease.slot()  # the graphs read it
         with torch.no_grad():
@@ -284,7 +283,7 @@ def _taken(static: Results, needs_hidden: bool) -> tuple[Tensor | None, list[Ten
     return (first.clone() if needs_hidden and first is not None else None), gradients
 
 
-def new_shape(hidden: Tensor, calls: dict[str, Call], restore_once: bool, chained: bool, pool: Pool) -> ShapeGraphs:
+def new_shape(hidden: Tensor, calls: dict[str, Call], restore_once: bool, chained: bool) -> ShapeGraphs:
     """An empty entry for batches like this one."""
 
     def own(tensor: Tensor) -> Tensor:
@@ -298,7 +297,6 @@ def new_shape(hidden: Tensor, calls: dict[str, Call], restore_once: bool, chaine
         loaded={kind: [None] * len(tensors_of(call)) for kind, call in static.items()},
         restore_once=restore_once,
         chained=chained,
-        pool=pool,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,6 +62,40 @@ def call_signature(call: Call) -> Signature:
     """The signature of a layer's arguments, those that don't matter left out."""
     kwargs = {name: value for name, value in call.kwargs.items() if name not in IGNORED_ARGUMENTS}
     return (value_signature(call.args), value_signature(kwargs))
+
+
+def calls_by_kind(
+    kinds: Sequence[str], calls: Sequence[Call], starts: Sequence[int]
+) -> dict[str, tuple[Call, Signature]]:
+    """How the layers of each kind are called, with the signature of that.
+
+    Args:
+        kinds: The layer kind of each layer.
+        calls: The arguments of each layer.
+        starts: First layer of each block, and the number of layers.
+
+    Raises:
+        CannotRecordError: layers that would share a graph are called in different ways.
+    """
+    by_kind: dict[str, tuple[Call, Signature]] = {}
+    seen_objects: set[Signature] = set()
+    for kind, call in zip(kinds, calls, strict=True):
+        objects = (kind, *call.kwargs, *map(id, (*call.args, *call.kwargs.values())))
+        if objects in seen_objects:
+            continue
+        seen_objects.add(objects)
+        signature = call_signature(call)
+        if by_kind.setdefault(kind, (call, signature))[1] != signature:
+            raise CannotRecordError(f"layers of kind {kind!r} are called in different ways")
+    for start, end in pairwise(starts):
+        seen: dict[str, list[Tensor]] = {}
+        for index in range(start, end) if end - start > 1 else ():
+            tensors = tensors_of(calls[index])
+            first = seen.setdefault(kinds[index], tensors)
+            if any(one is not other for one, other in zip(first, tensors, strict=True)):
+                # Both would be copied into the same static arguments before one replay.
+                raise CannotRecordError("layers of one kind in a block are given different tensors")
+    return by_kind
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,10 +55,15 @@ class Job:
         return tuple(sum(self.dimensions.layers[layer].nbytes for layer in block) for block in self.blocks)
 
     @cached_property
-    def adapter_bytes(self) -> int:
-        """Bytes of all adapters in float32."""
+    def adapters(self) -> tuple[int, ...]:
+        """Bytes of each layer's adapters in float32."""
         layers = self.dimensions.layers
-        return FLOAT32 * sum(layer.adapter_parameters(self.rank, self.targets) for layer in layers)
+        return tuple(FLOAT32 * layer.adapter_parameters(self.rank, self.targets) for layer in layers)
+
+    @cached_property
+    def adapter_bytes(self) -> int:
+        """Bytes of all adapters."""
+        return sum(self.adapters)
 
     @property
     def hidden_bytes(self) -> int:

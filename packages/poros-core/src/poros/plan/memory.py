@@ -53,7 +53,8 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
         "activations of a block": block_activation_bytes(job, stream),
         "kept activations": kept_bytes(job, stream),
         # One byte each: of every micro-batch that is under way, and those that graphs read.
-        "masks": (job.together(stream) + job.graphs) * job.mask_elements,
+        "masks": job.together(stream) * (1 + job.graphs) * job.mask_elements,
+        "graphs of further shapes": (job.together(stream) - 1) * shape_bytes(job),
     }
     if travels:
         # One piece of memory has two uses by turns.
@@ -144,8 +145,8 @@ def activation_bytes(job: Job, layer: LayerDimensions) -> int:
 
 
 def masked_bytes(job: Job, layer: LayerDimensions) -> int:
-    """Bytes that autograd keeps of one layer beside them, where it is given a mask: that in bf16, and keys and values as
-    wide as the queries."""
+    """Bytes that autograd keeps of one layer beside them, where it is given a mask: that mask in bf16, and keys and
+    values as wide as the queries."""
     repeated = 2 * (layer.query - layer.key_value) * job.tokens if job.padded else 0
     return BF16 * (job.mask_elements + repeated)
 
@@ -170,11 +171,20 @@ def _fullest_block(job: Job, takes_out: bool) -> int:
     for block in job.blocks:
         layers = [job.dimensions.layers[i] for i in block]
         kept = sum(activation_bytes(job, layer) + masked_bytes(job, layer) for layer in layers)
-        adapters = FLOAT32 * sum(layer.adapter_parameters(job.rank, job.targets) for layer in layers)
+        adapters = sum(job.adapters[i] for i in block)
         transient = max(transient_bytes(layer, hidden, job.tokens) for layer in layers)
         weights = max(BF16 * rows * columns for layer in layers for rows, columns in layer.linears.values())
         needed.append(kept + transient + (0 if takes_out else weights) + 2 * adapters)
     return max(needed) + 4 * job.hidden_bytes
+
+
+def shape_bytes(job: Job) -> int:
+    """Bytes of the graphs of one more batch shape: a block's input, output and adapters, with their gradients.
+
+    Rows that are padded make micro-batches of several lengths. What happens in between has one memory in all graphs.
+    """
+    adapters = max(sum(job.adapters[layer] for layer in block) for block in job.blocks)
+    return 4 * job.hidden_bytes + 2 * adapters if job.graphs and job.padded else 0
 
 
 def kept_bytes(job: Job, stream: StreamConfig) -> int:
@@ -194,8 +204,8 @@ def _kept_by_block(job: Job) -> tuple[int, ...]:
     kept = []
     for block in job.blocks:
         total = job.hidden_bytes
-        for layer in (job.dimensions.layers[i] for i in block):
-            adapters = FLOAT32 * layer.adapter_parameters(job.rank, job.targets)
+        for index in block:
+            layer, adapters = job.dimensions.layers[index], job.adapters[index]
             total += activation_bytes(job, layer) + masked_bytes(job, layer) + (adapters if job.graphs else 0)
         kept.append(total)
     return tuple(kept)

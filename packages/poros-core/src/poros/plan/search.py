@@ -49,6 +49,7 @@ class Plan:
         seconds: Of a step.
         budget_bytes: What was to be kept to; None if it is only described.
         tokens: Of a micro-batch, for which it was made.
+        together: Micro-batches that are on their way at a time, each of a shape of its own at worst.
     """
 
     stream: StreamConfig
@@ -57,6 +58,7 @@ class Plan:
     seconds: Seconds
     budget_bytes: int | None = None
     tokens: int | None = None
+    together: int = 1
 
     @property
     def device_bytes(self) -> int:
@@ -110,6 +112,7 @@ def describe(job: Job, stream: StreamConfig, card: Card, budget_bytes: int | Non
         step_seconds(job, stream, card),
         budget_bytes,
         job.tokens,
+        job.together(stream),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from poros.engine.engine import engine_of
 from poros.engine.executor import rng_state, set_rng_state
+from poros.engine.graphs import GraphExecutor
 from poros.errors import BudgetError
 
 
@@ -25,7 +26,7 @@ def rehearse(
     tokens: int,
     micro_batches: int,
     marks: Sequence[str] = (),
-) -> None:
+) -> bool:
     """Run the forward and backward passes of one optimizer step, with full rows and with padded ones.
 
     Args:
@@ -35,6 +36,9 @@ def rehearse(
         tokens: Of the longest row, padding included.
         micro_batches: Per optimizer step.
         marks: Further inputs that the class must be given; zeros.
+
+    Returns:
+        Whether there was room for the graphs, if there were to be any. Without them the run is slower.
 
     Raises:
         BudgetError: it takes more memory than it may.
@@ -75,3 +79,4 @@ def rehearse(
             set_rng_state(state, where)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+    return not (isinstance(engine.executor, GraphExecutor) and engine.executor.num_without_room)

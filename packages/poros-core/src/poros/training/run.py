@@ -261,9 +261,12 @@ def _run(
     if engine_of(model).plan is not None and device.type == "cuda":
         part, tokens = config.training, _longest(config, [rows])
         listener.note(f"rehearsing a step with rows of {tokens} tokens")
-        rehearse(
-            model, trainer.rehearsal_step, part.batch_size, tokens, part.accumulation, text_marks(causal_lm(model))
-        )
+        marks = text_marks(causal_lm(model))
+        if not rehearse(model, trainer.rehearsal_step, part.batch_size, tokens, part.accumulation, marks):
+            listener.note(
+                "there was no room to record graphs for the longest row: such rows take longer than planned, with the "
+                "same numbers; give a larger vram, and please report a plan that is wrong"
+            )
 
     write_run_config(config, out)
     began = time.perf_counter()
