@@ -13,6 +13,7 @@ import poros
 from poros.architecture import Architecture
 from poros.checkpoint.shards import Shards
 from poros.config import LoraPart, StreamConfig, parse_size
+from poros.engine import attach as attaching
 from poros.engine import budget, load
 from poros.engine.adapters import lora_config, lora_part
 from poros.engine.attach import attach
@@ -86,6 +87,32 @@ def test_attach_plans_too(checkpoint: Callable[..., Path], plugins: Plugins) -> 
     model: Any = attach(stock, plugins=plugins, vram="1GB", tokens=64, slots=1)
     assert engine_of(model).plan is not None
     assert engine_of(model).config.slots == 1
+
+
+def test_attach_refuses_before_it_changes_anything(
+    checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process holds beside the model is in the way; the model's own weights are not."""
+    gpu = torch.device("cuda", 0)
+    check_room, seen = budget.check_room, []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    stock = load_stock(checkpoint("qwen2", {}), lora_config(LoraPart(rank=4)), 0, CPU)
+    ids = torch.arange(8).view(1, -1)
+    before = stock(input_ids=ids).logits
+
+    def as_on_a_gpu(plan: Any, device: Any, own: int) -> None:
+        seen.append(own)
+        check_room(plan, gpu, own)
+
+    monkeypatch.setattr(attaching, "check_room", as_on_a_gpu)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: seen[-1] + 2 * 10**9)
+    with pytest.raises(BudgetError, match=r"holds 2\.0 GB of GPU memory already"):
+        attach(stock, plugins=plugins, vram="1GB", tokens=64)
+    assert torch.equal(stock(input_ids=ids).logits, before)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: seen[-1] + 10**6)
+    attach(stock, plugins=plugins, vram="1GB", tokens=64)
+    assert seen[0] == seen[1] >= sum(parameter.nbytes for parameter in stock.parameters() if parameter.requires_grad)
+    assert torch.equal(stock(input_ids=ids).logits, before)
 
 
 def test_attach_refuses_to_plan_for_a_widened_model(checkpoint: Callable[..., Path], plugins: Plugins) -> None:

@@ -11,7 +11,7 @@ from poros.checkpoint.reader import make_packings
 from poros.checkpoint.skeleton import placeholder
 from poros.config import StreamConfig, StreamOptions, validated
 from poros.engine.adapters import lora_part, put_side_by_side
-from poros.engine.budget import OWN_LOOP, enforce, planned
+from poros.engine.budget import OWN_LOOP, check_room, planned, set_limit
 from poros.engine.engine import ENGINE, Engine, check_trainable, engine_of, start_streaming
 from poros.engine.loss import check_loss
 from poros.engine.parts import DecoderParts, causal_lm, config_of
@@ -82,6 +82,11 @@ def attach(
     packings = make_packings(places, architecture.layer_kinds(config_of(base)), mixed=True)
     if config.loss_rows is not None:
         check_loss(base)
+    if own is not None:
+        # Now, while the model is as it was: its weights leave the device, or stay where the plan counts them.
+        tensors = [*model.parameters(), *model.buffers(), *(place.get() for lot in places for place in lot)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device == parts.device}
+        check_room(own, parts.device, sum(storage.nbytes() for storage in storages.values()))
     vocabulary = Vocabulary.of(parts, architecture, config)
     store = make_store([*(packing.nbytes for packing in packings), *vocabulary.slabs], config.tier, parts.device)
     vocabulary.take_weights(store)
@@ -96,7 +101,7 @@ def attach(
     engine = Engine(parts, architecture, places, packings, store, config, vocabulary, transfer, plan)
     start_streaming(base, parts.decoder, engine)
     if own is not None:
-        enforce(own, parts.device)
+        set_limit(own, parts.device)
     return model
 
 

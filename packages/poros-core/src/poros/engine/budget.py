@@ -188,25 +188,47 @@ def host_bytes_free() -> int:
     return min(int(psutil.virtual_memory().available) + own, host_ram_bytes())
 
 
-def enforce(plan: Plan, device: torch.device) -> None:
-    """Let torch take no more than a plan's budget leaves it beside the context.
+def check_room(plan: Plan, device: torch.device, own: int = 0) -> None:
+    """Refuse a plan whose budget other things have taken.
+
+    Args:
+        plan: The plan.
+        device: Its device.
+        own: Bytes there that are the model's own, which the plan counts.
 
     Raises:
-        BudgetError: this process holds more than that already.
+        BudgetError: what else this process holds is more than the budget leaves beside the context.
     """
     if device.type != "cuda" or plan.budget_bytes is None:
         return
-    _, total = torch.cuda.mem_get_info(device)
     torch.cuda.empty_cache()  # what was there before and is no longer used counts too
-    for_torch = plan.budget_bytes - plan.device["context"]
-    held = torch.cuda.memory_allocated(device)
-    if held > for_torch:
+    held = torch.cuda.memory_allocated(device) - own
+    if held > plan.budget_bytes - plan.device["context"]:
         raise BudgetError(
             f"this process holds {held / 1e9:.1f} GB of GPU memory already, and the plan counts with all of the "
             f"{plan.budget_bytes / 1e9:.1f} GB",
             "drop the other models and tensors first (del, then gc.collect()), or give a larger vram",
         )
-    torch.cuda.set_per_process_memory_fraction(min(1.0, for_torch / total), device)
+
+
+def set_limit(plan: Plan, device: torch.device) -> None:
+    """Let torch take no more than a plan's budget leaves it beside the context."""
+    if device.type == "cuda" and plan.budget_bytes is not None:
+        _, total = torch.cuda.mem_get_info(device)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, (plan.budget_bytes - plan.device["context"]) / total), device
+        )
+
+
+def enforce(plan: Plan, device: torch.device) -> None:
+    """Set the limit of a plan, before there is anything of the model.
+
+    Raises:
+        BudgetError: this process holds more than that already.
+    """
+    check_room(plan, device)
+    set_limit(plan, device)
 
 
 @contextmanager
