@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,7 @@ def test_the_limit_is_set_and_lifted(
     gpu = torch.device("cuda", 0)
     budget.enforce(plan, gpu)
     budget.lift(gpu)
+    budget.lift(gpu)
     assert told == [0.2, 1.0]
     budget.enforce(plan, CPU)
     assert len(told) == 2
@@ -192,6 +194,39 @@ def test_the_limit_is_set_and_lifted(
     with pytest.raises(BudgetError, match=r"holds 3\.0 GB of GPU memory already"):
         budget.enforce(plan, gpu)
     assert len(told) == 2
+
+
+def test_a_limit_goes_with_its_model_and_leaves_those_of_others(
+    checkpoint: Callable[..., Path], plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from poros.engine import engine as engines
+
+    told: list[float] = []
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 10**9, 10 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: told.append(part))
+    monkeypatch.setattr(engines, "lift", lambda device, plan: budget.lift(gpu, plan))
+
+    def planned_model(vram: str) -> Any:
+        model = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, vram=vram, tokens=64)
+        plan = engine_of(model).plan
+        assert plan is not None
+        budget.enforce(plan, gpu)
+        return model
+
+    first, second, third = planned_model("2GB"), planned_model("4GB"), planned_model("2GB")
+    assert told == [0.2, 0.4, 0.2]
+    del second  # without being closed
+    gc.collect()
+    assert told[3:] == [0.2]
+    for model, part in ((third, 0.2), (first, 1.0)):
+        engine_of(model).close()
+        assert told[-1] == part
+    del first, third, model
+    gc.collect()
+    assert len(told) == 6
 
 
 def test_the_gate_runs_a_plan(checkpoint: Callable[..., Path], plugins: Plugins) -> None:

@@ -211,14 +211,30 @@ def check_room(plan: Plan, device: torch.device, own: int = 0) -> None:
         )
 
 
+_limits: dict[torch.device, list[Plan]] = {}
+"""The plans whose limits are set on a device. torch knows one limit at a time: that of the last holds."""
+
+
 def set_limit(plan: Plan, device: torch.device) -> None:
-    """Let torch take no more than a plan's budget leaves it beside the context."""
+    """Let torch take no more than a plan's budget leaves it beside the context, until that is lifted."""
     if device.type == "cuda" and plan.budget_bytes is not None:
-        _, total = torch.cuda.mem_get_info(device)
+        _limits[device] = [*_without(plan, device), plan]
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(
-            min(1.0, (plan.budget_bytes - plan.device["context"]) / total), device
-        )
+        _tell_torch(device)
+
+
+def _without(plan: Plan, device: torch.device) -> list[Plan]:
+    return [one for one in _limits.get(device, []) if one is not plan]
+
+
+def _tell_torch(device: torch.device) -> None:
+    fraction = 1.0
+    if _limits[device]:
+        plan = _limits[device][-1]
+        assert plan.budget_bytes is not None
+        _, total = torch.cuda.mem_get_info(device)
+        fraction = min(1.0, (plan.budget_bytes - plan.device["context"]) / total)
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 def enforce(plan: Plan, device: torch.device) -> None:
@@ -240,11 +256,17 @@ def limited(plan: Plan | None, device: torch.device) -> Iterator[None]:
         yield
     except BaseException:
         if plan is not None:
-            lift(device)
+            lift(device, plan)
         raise
 
 
-def lift(device: torch.device) -> None:
-    """Take the limit back."""
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+def lift(device: torch.device, plan: Plan | None = None) -> None:
+    """Take a plan's limit back; that of a plan which was enforced before it and is still there holds again.
+
+    Args:
+        device: Where.
+        plan: Whose; all there are by default.
+    """
+    if _limits.get(device):
+        _limits[device] = [] if plan is None else _without(plan, device)
+        _tell_torch(device)

@@ -142,6 +142,10 @@ class Engine:
         self.executor.gradients = self.gradients
         self.device = parts.device
         self.plan = plan
+        # The limit goes with the model, however that goes.
+        self._lift = weakref.finalize(self, lift, parts.device, plan) if plan is not None else None
+        if self._lift is not None:
+            self._lift.atexit = False
         self.draws: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._interceptor: Callable[..., Any] | None = None
         self._base = weakref.ref(parts.base)
@@ -240,8 +244,8 @@ class Engine:
         if self.gradients is not None:
             self.gradients.close()
         self.store.close()
-        if self.plan is not None:
-            lift(self.device)
+        if self._lift is not None:
+            self._lift()
 
     @staticmethod
     def _takes_graphs(config: StreamConfig, device: torch.device) -> bool:
