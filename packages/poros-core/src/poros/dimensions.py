@@ -68,18 +68,13 @@ class LayerDimensions:
         """Elements of its weights and vectors."""
         return sum(rows * columns for rows, columns in self.linears.values()) + sum(self.vectors.values())
 
-    def adapter_parameters(self, rank: int, targets: Sequence[str] | None) -> int:
+    def adapter_parameters(self, ranks: Mapping[str, int]) -> int:
         """Elements of LoRA adapters.
 
         Args:
-            rank: Of each.
-            targets: Last parts of the names of the adapted linears; all by default.
+            ranks: Name of each adapted linear -> rank.
         """
-        return sum(
-            rank * (rows + columns)
-            for name, (rows, columns) in self.linears.items()
-            if targets is None or name.rpartition(".")[2] in targets or name in targets
-        )
+        return sum(ranks.get(name, 0) * (rows + columns) for name, (rows, columns) in self.linears.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +90,7 @@ class ModelDimensions:
         outer_linears: Linear layers outside the decoder layers, the head apart: name -> (out, in). In 4 bit.
         outer_vectors: Elements of everything else outside the layers: norms.
         has_softcap: Whether the final logits are capped.
+        path: Of the decoder layers in the stock model, before their numbers.
         shares: Whether layers leave tensors for later ones, which makes every visit an eager one.
     """
 
@@ -107,6 +103,7 @@ class ModelDimensions:
     outer_vectors: int = 0
     has_softcap: bool = False
     shares: bool = False
+    path: str = "model.layers"
 
     @property
     def matrix_bytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 import poros
 from poros.architecture import Architecture
@@ -20,7 +21,7 @@ from poros.engine.adapters import lora_config, lora_part
 from poros.engine.attach import attach
 from poros.engine.budget import budget_bytes, card_of, host_bytes_free, planned, process_bytes
 from poros.engine.engine import engine_of
-from poros.engine.measured import plan_record
+from poros.engine.measured import allocated_components, plan_record
 from poros.errors import BudgetError, ConfigError, StreamError, UnsupportedError
 from poros.parity.stock import Work, load_stock
 from poros.plan.fit import dimensions_of
@@ -168,6 +169,40 @@ def test_adapters_as_a_plan_sees_them() -> None:
     assert lora_part(lora_config(LoraPart(rank=8, targets=("q_proj",)))).targets == ("q_proj",)
     assert lora_part(lora_config(LoraPart(rank=8))).rank == 8
     assert lora_part(lora_config(LoraPart(dropout=0.1))).dropout == 0.1
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_modules": "all-linear", "rank_pattern": {"down_proj": 64, "layers.1.mlp.up_proj": 32}},
+        {"target_modules": r".*layers\.[01]\.mlp\.down_proj"},
+        {"target_modules": ["model.layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "mlp.up_proj"]},
+        {"target_modules": ["q_proj", "model.layers.0.mlp.up_proj"], "layers_to_transform": [2, 3]},
+        {"target_modules": "all-linear", "exclude_modules": ["q_proj", "layers.2.mlp.up_proj"]},
+        {"target_modules": "all-linear", "exclude_modules": r".*\.[012]\..*"},
+    ],
+)
+def test_adapters_are_counted_as_peft_makes_them(
+    targets: dict[str, Any], checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    """From their config before there is a model, and from a model that has them."""
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **targets)
+    loaded: Any = poros.load(checkpoint("qwen2", {}), lora=lora, device="cpu", plugins=plugins, vram="1GB", tokens=64)
+    there = allocated_components(loaded)["adapters"]
+    attached = attach(load_stock(checkpoint("qwen2", {}), lora, 0, CPU), plugins=plugins, vram="1GB", tokens=64)
+    for model in (loaded, attached):
+        plan = engine_of(model).plan
+        assert plan is not None
+        assert plan.device["adapters"] == there > 0
+
+
+def test_every_adapter_of_a_model_is_counted(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
+    stock: Any = load_stock(checkpoint("qwen2", {}), lora_config(LoraPart(rank=4, targets=("q_proj",))), 0, CPU)
+    stock.add_adapter("other", lora_config(LoraPart(rank=8, targets=("up_proj",), dropout=0.1)))
+    there = sum(p.nbytes for name, p in stock.named_parameters() if "lora_" in name)
+    plan = engine_of(attach(stock, plugins=plugins, vram="1GB", tokens=64)).plan
+    assert plan is not None
+    assert plan.device["adapters"] == there
 
 
 def test_the_limit_is_set_and_lifted(

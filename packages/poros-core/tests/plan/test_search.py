@@ -222,6 +222,7 @@ def test_a_job_from_settings() -> None:
     job = make_job(SMALL, LoraPart(rank=8, targets=("q_proj", "down_proj")), 64, 2, StreamConfig(block_size=4), True)
     assert job.blocks == ((0, 1, 2, 3), (4, 5))
     assert job.adapter_bytes == 4 * 6 * 8 * ((512 + 512) + (1024 + 512))
+    assert job.of_rank(4).adapter_bytes == job.adapter_bytes / 2
     assert job.graphs
     assert not make_job(shares, LoraPart(), 64, 1, StreamConfig(), True).graphs
     assert not make_job(SMALL, LoraPart(), 64, 1, StreamConfig(executor="eager"), True).graphs

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from poros.architecture import Architecture
 from poros.config import LoraPart
 from poros.errors import UnsupportedError
+from poros.plan.adapters import PeftPart
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -129,10 +131,34 @@ def lora_part(config: LoraConfig | None) -> LoraPart:
     """What a plan needs to know of adapters; usual ones if there are none yet."""
     if config is None:
         return LoraPart()
-    targets = config.target_modules
+    targets, excluded, layers = config.target_modules, config.exclude_modules or (), config.layers_to_transform
     named = tuple(targets) if isinstance(targets, (list, set, tuple)) and targets else "all-linear"
-    return LoraPart(
-        rank=config.r, alpha=max(1, int(config.lora_alpha)), targets=named, dropout=float(config.lora_dropout or 0.0)
+    return PeftPart(
+        rank=config.r,
+        targets=named,
+        pattern=targets if isinstance(targets, str) and targets != "all-linear" else None,
+        excluded=excluded if isinstance(excluded, str) else tuple(excluded),
+        only_layers=None if layers is None or layers == [] else (layers,) if isinstance(layers, int) else tuple(layers),
+        rank_pattern=dict(config.rank_pattern or {}),
+        dropout=float(config.lora_dropout or 0.0),
+    )
+
+
+def lora_there(layers: Sequence[nn.Module]) -> LoraPart:
+    """The same of a model that has its adapters, all of them counted; usual ones if there are none yet.
+
+    Args:
+        layers: The decoder layers.
+    """
+    found = [{n: m for n, m in layer.named_modules() if isinstance(m, LoraLayer)} for layer in layers]
+    adapted = [module for layer in found for module in layer.values()]
+    if not adapted:
+        return LoraPart()
+    dropped = any(isinstance(one, nn.Dropout) and one.p for module in adapted for one in module.lora_dropout.values())
+    return PeftPart(
+        rank=max(max(module.r.values()) for module in adapted),
+        dropout=0.1 if dropped else 0.0,  # how much doesn't matter to a plan
+        there=tuple({name: sum(module.r.values()) for name, module in layer.items()} for layer in found),
     )
 
 

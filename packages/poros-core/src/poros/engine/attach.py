@@ -10,7 +10,7 @@ from poros.checkpoint.frozen import frozen_tensors
 from poros.checkpoint.reader import make_packings
 from poros.checkpoint.skeleton import placeholder
 from poros.config import StreamConfig, StreamOptions, validated
-from poros.engine.adapters import lora_part, put_side_by_side
+from poros.engine.adapters import lora_there, put_side_by_side
 from poros.engine.budget import OWN_LOOP, check_room, planned, set_limit
 from poros.engine.engine import ENGINE, Engine, check_trainable, engine_of, start_streaming
 from poros.engine.loss import check_loss
@@ -65,14 +65,14 @@ def attach(
     check_trainable(model, architecture)
     own = None
     if plan is None and config.vram is not None:
-        wide = [name for name, p in base.named_parameters() if p.dtype.itemsize > 2 and not p.requires_grad]
+        frozen = [(name, p) for name, p in base.named_parameters() if not p.requires_grad and "lora_" not in name]
+        wide = [name for name, p in frozen if p.dtype.itemsize > 2]
         if wide:
             raise UnsupportedError(
                 f"{wide[0]} is in float32, and a plan counts with 16 bit",
                 "leave prepare_model_for_kbit_training out, or choose slots and placements instead of vram",
             )
-        adapters = getattr(model, "peft_config", None) or {}
-        lora = lora_part(next(iter(adapters.values()), None))
+        lora = lora_there(parts.layers)
         own = planned(
             config, architecture, base.config.to_dict(), lora, padded=True, device=parts.device, fixed=OWN_LOOP
         )

@@ -9,6 +9,7 @@ from poros.architecture import Architecture
 from poros.config import LoraPart, StreamConfig
 from poros.dimensions import ModelDimensions, Values, text_values
 from poros.errors import BudgetError, UnsupportedError
+from poros.plan.adapters import ranks_of
 from poros.plan.cards import Card
 from poros.plan.job import Job
 from poros.plan.memory import device_components, host_components
@@ -27,9 +28,10 @@ def dimensions_of(architecture: Architecture, config: Values) -> ModelDimensions
             "leave vram out and choose slots and placements yourself",
         )
     try:
-        return architecture.dimensions(text_values(config))
+        found = architecture.dimensions(text_values(config))
     except KeyError as error:
         raise UnsupportedError(f"config.json has no {error.args[0]}, without which nothing can be planned") from error
+    return dataclasses.replace(found, path=f"{architecture.decoder}.{architecture.layers}")
 
 
 def make_job(
@@ -62,7 +64,7 @@ def make_job(
         dropout=lora.dropout > 0,
         micro_batches=micro_batches,
         rank=lora.rank,
-        targets=None if lora.targets == "all-linear" else lora.targets,
+        ranks=ranks_of(lora, dimensions),
         block_size=stream.block_size,
         graphs=graphs and stream.executor != "eager" and not dimensions.shares,
     )
@@ -123,7 +125,7 @@ def _knobs(job: Job, card: Card, smallest: Plan, stream: StreamConfig, fixed: fr
     ideas: Mapping[str, Job] = {
         "rows of half the length": dataclasses.replace(job, tokens=max(1, job.tokens // 2)),
         "one row at a time": dataclasses.replace(job, tokens=job.tokens // job.rows, rows=1),
-        f"rank {job.rank // 2}": dataclasses.replace(job, rank=job.rank // 2) if job.rank > 1 else job,
+        f"rank {job.rank // 2}": job.of_rank(job.rank // 2) if job.rank > 1 else job,
         "blocks of one layer": dataclasses.replace(job, block_size=1),
         "no accumulation": dataclasses.replace(job, micro_batches=1),
     }

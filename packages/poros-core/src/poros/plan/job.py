@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal
 
 from poros.config import StreamConfig
 from poros.dimensions import ModelDimensions
+from poros.plan.adapters import Ranks
 from poros.stream.schedule import evenly_spread
 
 FLOAT32 = 4
@@ -25,7 +27,7 @@ class Job:
         rows: Of a micro-batch.
         micro_batches: Per optimizer step.
         rank: Of the adapters.
-        targets: Names of the adapted linear layers; all by default.
+        ranks: Of the adapters of each layer, by the names of its linears; on all of them `rank` by default.
         dropout: Whether the adapters' inputs have dropout.
         block_size: Layers of a block.
         graphs: Whether blocks are run by recorded CUDA graphs.
@@ -37,7 +39,7 @@ class Job:
     rows: int = 1
     micro_batches: int = 1
     rank: int = 16
-    targets: Sequence[str] | None = None
+    ranks: Ranks | None = None
     dropout: bool = False
     block_size: int = 1
     graphs: bool = True
@@ -58,7 +60,20 @@ class Job:
     def adapters(self) -> tuple[int, ...]:
         """Bytes of each layer's adapters in float32."""
         layers = self.dimensions.layers
-        return tuple(FLOAT32 * layer.adapter_parameters(self.rank, self.targets) for layer in layers)
+        return tuple(FLOAT32 * layer.adapter_parameters(self.ranks_of(index)) for index, layer in enumerate(layers))
+
+    def ranks_of(self, layer: int) -> Mapping[str, int]:
+        """Name of each adapted linear of a layer -> rank."""
+        if self.ranks is not None:
+            return self.ranks[layer]
+        return dict.fromkeys(self.dimensions.layers[layer].linears, self.rank)
+
+    def of_rank(self, rank: int) -> Job:
+        """The same with adapters of another rank."""
+        ranks = self.ranks and tuple(
+            {name: max(1, one * rank // self.rank) for name, one in layer.items()} for layer in self.ranks
+        )
+        return dataclasses.replace(self, rank=rank, ranks=ranks)
 
     @cached_property
     def adapter_bytes(self) -> int:

@@ -129,18 +129,18 @@ def restored_bytes(job: Job) -> int:
     return sum(sizes.values())
 
 
-def activation_bytes(job: Job, layer: LayerDimensions) -> int:
+def activation_bytes(job: Job, index: int) -> int:
     """Bytes of what autograd keeps of one layer under bf16 autocast: stock keeps them for every layer.
 
     By token: both norms keep their input in float32; the adapters keep what goes into each lot of linear layers (twice
     the hidden states, the attention's output, the MLP's product); attention keeps queries, keys, values and output; the
     MLP keeps gate, up and activation. With dropout every adapted linear layer keeps an input and a mask of its own.
     """
-    hidden, rank, tokens = job.dimensions.hidden, job.rank, job.tokens
+    hidden, tokens, layer, ranks = job.dimensions.hidden, job.tokens, job.dimensions.layers[index], job.ranks_of(index)
     inner = max(rows for name, (rows, _) in layer.linears.items() if name.endswith(("up_proj", "gate_proj")))
     floats = 2 * hidden * FLOAT32
-    halves = (4 * hidden + 4 * layer.query + 2 * layer.key_value + 4 * inner + 7 * rank) * BF16
-    dropped = (BF16 + 1) * sum(columns for _, columns in layer.linears.values()) if job.dropout else 0
+    halves = (4 * hidden + 4 * layer.query + 2 * layer.key_value + 4 * inner + sum(ranks.values())) * BF16
+    dropped = (BF16 + 1) * sum(layer.linears[name][1] for name in ranks) if job.dropout else 0
     return tokens * (floats + halves + dropped)
 
 
@@ -170,7 +170,7 @@ def _fullest_block(job: Job, takes_out: bool) -> int:
     needed = []
     for block in job.blocks:
         layers = [job.dimensions.layers[i] for i in block]
-        kept = sum(activation_bytes(job, layer) + masked_bytes(job, layer) for layer in layers)
+        kept = sum(activation_bytes(job, i) + masked_bytes(job, job.dimensions.layers[i]) for i in block)
         adapters = sum(job.adapters[i] for i in block)
         transient = max(transient_bytes(layer, hidden, job.tokens) for layer in layers)
         weights = max(BF16 * rows * columns for layer in layers for rows, columns in layer.linears.values())
@@ -206,7 +206,7 @@ def _kept_by_block(job: Job) -> tuple[int, ...]:
         total = job.hidden_bytes
         for index in block:
             layer, adapters = job.dimensions.layers[index], job.adapters[index]
-            total += activation_bytes(job, layer) + masked_bytes(job, layer) + (adapters if job.graphs else 0)
+            total += activation_bytes(job, index) + masked_bytes(job, layer) + (adapters if job.graphs else 0)
         kept.append(total)
     return tuple(kept)
 

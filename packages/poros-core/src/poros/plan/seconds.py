@@ -12,7 +12,6 @@ from functools import cache
 from typing import Literal
 
 from poros.config import StreamConfig
-from poros.dimensions import LayerDimensions
 from poros.plan.cards import Card
 from poros.plan.job import FLOAT32, Job
 from poros.plan.memory import activation_bytes, head_travels, keeping_blocks
@@ -113,7 +112,7 @@ def block_seconds(job: Job, card: Card) -> tuple[BlockSeconds, ...]:
     found = []
     for block in job.blocks:
         layers = [job.dimensions.layers[i] for i in block]
-        passes = [_layer_seconds(job, layer, card) for layer in layers]
+        passes = [_layer_seconds(job, index, card) for index in block]
         weights = sum(rows * columns for layer in layers for rows, columns in layer.linears.values())
         # Half a byte and its scale are read, two bytes are written.
         restoring = 2.53 * weights / (card.memory_gb_s * 1e9)
@@ -121,12 +120,13 @@ def block_seconds(job: Job, card: Card) -> tuple[BlockSeconds, ...]:
     return tuple(found)
 
 
-def _layer_seconds(job: Job, layer: LayerDimensions, card: Card) -> tuple[float, float]:
+def _layer_seconds(job: Job, index: int, card: Card) -> tuple[float, float]:
     """Forward and backward, with respect to the layer's input."""
+    layer = job.dimensions.layers[index]
     weights = sum(rows * columns for rows, columns in layer.linears.values())
     products = 2 * weights * job.tokens / (card.tflops * 1e12)
     attention = 2 * 2 * job.tokens * (job.tokens // job.rows) * layer.query / (card.tflops * 1e12)
-    traffic = activation_bytes(job, layer) / (card.memory_gb_s * 1e9)
+    traffic = activation_bytes(job, index) / (card.memory_gb_s * 1e9)
     kernel = (card.kernel_us if job.graphs else EAGER_KERNEL_US) * 1e-6
     return (
         products + ATTENTION_FORWARD * attention + TRAFFIC_FORWARD * traffic + KERNELS_FORWARD * kernel,
