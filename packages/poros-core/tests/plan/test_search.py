@@ -124,6 +124,23 @@ def test_host_memory_is_a_budget_of_its_own() -> None:
         fit(job, CARDS["h200"], 11 * 10**9, StreamConfig(), host_bytes=10**9)
 
 
+def test_the_smallest_budget_is_one_for_the_host_memory_that_there_is() -> None:
+    job, card = published("qwen2.5-32b"), CARDS["h200"]
+    loose = smallest_plan(job, card)
+    host = loose.host_bytes - 10**9
+    smallest = smallest_plan(job, card, host_bytes=host)
+    assert smallest.host_bytes <= host
+    assert smallest.device_bytes > loose.device_bytes
+    assert fit(job, card, smallest.device_bytes, StreamConfig(), host).device_bytes == smallest.device_bytes
+    with pytest.raises(
+        BudgetError, match=f"at least {smallest.device_bytes / 1e9:.1f} GB of GPU memory beside"
+    ) as caught:
+        fit(job, card, loose.device_bytes, StreamConfig(), host)
+    assert caught.value.hint.startswith(f"{loose.host_bytes / 1e9:.1f} GB of host memory: ")
+    with pytest.raises(BudgetError, match=r"need about .* GB of host memory"):
+        smallest_plan(job, card, host_bytes=10**9)
+
+
 def test_what_the_user_has_set_is_left_alone() -> None:
     job = published("qwen2.5-32b")
     stream = StreamConfig(slots=3, head="device", resident=5, embedding="device")

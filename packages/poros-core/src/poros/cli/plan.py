@@ -68,8 +68,11 @@ def plan(
         chosen = fit(job, card, budget, stream, host_bytes)
     except BudgetError as error:
         if as_json:
-            smallest = smallest_plan(job, card, stream, fixed_settings(stream))
-            answer = {"fits": False, "message": error.message, "hint": error.hint, "smallest": smallest.to_json()}
+            try:
+                smallest = smallest_plan(job, card, stream, fixed_settings(stream), host_bytes).to_json()
+            except BudgetError:
+                smallest = None  # there is none with so little host memory
+            answer = {"fits": False, "message": error.message, "hint": error.hint, "smallest": smallest}
             typer.echo(json.dumps(answer))
         else:
             Console(stderr=True, soft_wrap=True, highlight=False).print(

@@ -72,14 +72,15 @@ def planned(
             "vram is given, but not the tokens of a micro-batch, on which memory depends",
             "give `tokens`: rows at a time, times the longest row",
         )
+    host = host_bytes_free()
     budget = None if stream.vram == LEAST else budget_bytes(stream.vram, device)
     card = card_of(device)
     dimensions = dimensions_of(architecture, values)
     dimensions = dataclasses.replace(dimensions, layers=dimensions.layers[:num_layers])
     job = make_job(dimensions, lora, tokens, micro_batches, stream, device.type == "cuda", rows, padded)
     if budget is None:
-        budget = smallest_plan(job, card, stream, fixed | fixed_settings(stream)).device_bytes
-    return fit(job, card, budget, stream, host_bytes_free(), fixed)
+        budget = smallest_plan(job, card, stream, fixed | fixed_settings(stream), host).device_bytes
+    return fit(job, card, budget, stream, host, fixed)
 
 
 def card_of(device: torch.device) -> Card:

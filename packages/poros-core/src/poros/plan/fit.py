@@ -12,8 +12,8 @@ from poros.errors import BudgetError, UnsupportedError
 from poros.plan.adapters import ranks_of
 from poros.plan.cards import Card
 from poros.plan.job import Job
-from poros.plan.memory import device_components, host_components
-from poros.plan.search import CHOICES, Plan, best_plan, candidates, smallest_plan
+from poros.plan.memory import device_components
+from poros.plan.search import CHOICES, Plan, best_plan, size_text, smallest_plan
 
 
 def dimensions_of(architecture: Architecture, config: Values) -> ModelDimensions:
@@ -94,33 +94,29 @@ def fit(
         fixed: Further settings that hold.
 
     Raises:
-        BudgetError: nothing fits; says how much would be needed, and what helps most.
+        BudgetError: nothing fits; says how much would be needed within that host memory, and what helps most.
     """
     fixed |= fixed_settings(stream)
     plan = best_plan(job, card, budget_bytes, host_bytes, stream, fixed)
     if plan is not None:
         return plan
-    smallest = smallest_plan(job, card, stream, fixed)
-    if smallest.device_bytes > budget_bytes:
-        raise BudgetError(
-            f"{job.tokens} tokens at a time need at least {_gb(smallest.device_bytes)} of GPU memory, "
-            f"and {_gb(budget_bytes)} may be taken",
-            "; ".join(_knobs(job, card, smallest, stream, fixed)) or "a card with more memory",
-        )
-    on_device = [
-        one
-        for one in candidates(job, stream, [name for name in CHOICES if name not in fixed])
-        if sum(device_components(job, one, card).values()) <= budget_bytes
-    ]
-    least = min((sum(host_components(job, one).values()) for one in on_device), default=smallest.host_bytes)
+    smallest = smallest_plan(job, card, stream, fixed, host_bytes)
+    loose = smallest_plan(job, card, stream, fixed)
+    within, ideas = "", _knobs(job, card, smallest, stream, fixed, host_bytes)
+    if host_bytes is not None and loose.device_bytes < smallest.device_bytes:
+        within = f" beside {size_text(host_bytes)} of host memory"
+        if loose.device_bytes <= budget_bytes:
+            ideas = [f"{size_text(loose.host_bytes)} of host memory: {size_text(loose.device_bytes)}", *ideas]
     raise BudgetError(
-        f"the base and what goes with it need about {_gb(least)} of host memory, "
-        f"and {_gb(host_bytes or 0)} may be taken",
-        "close other programs, or take a smaller model; what stays on the GPU needs host memory while it is read",
+        f"{job.tokens} tokens at a time need at least {size_text(smallest.device_bytes)} of GPU memory{within}, "
+        f"and {size_text(budget_bytes)} may be taken",
+        "; ".join(ideas) or "a card with more memory",
     )
 
 
-def _knobs(job: Job, card: Card, smallest: Plan, stream: StreamConfig, fixed: frozenset[str]) -> list[str]:
+def _knobs(
+    job: Job, card: Card, smallest: Plan, stream: StreamConfig, fixed: frozenset[str], host_bytes: int | None
+) -> list[str]:
     """The two changes that lower the need most, each with what would then be needed."""
     ideas: Mapping[str, Job] = {
         "rows of half the length": dataclasses.replace(job, tokens=max(1, job.tokens // 2)),
@@ -129,15 +125,15 @@ def _knobs(job: Job, card: Card, smallest: Plan, stream: StreamConfig, fixed: fr
         "blocks of one layer": dataclasses.replace(job, block_size=1),
         "no accumulation": dataclasses.replace(job, micro_batches=1),
     }
-    needs = {
-        idea: smallest_plan(other, card, stream.model_copy(update={"block_size": other.block_size}), fixed).device_bytes
-        for idea, other in ideas.items()
-    }
+    needs = {}
+    for idea, other in ideas.items():
+        settings = stream.model_copy(update={"block_size": other.block_size})
+        needs[idea] = smallest_plan(other, card, settings, fixed, host_bytes).device_bytes
     if fixed:
-        loose = smallest_plan(job, card, StreamConfig(block_size=job.block_size)).device_bytes
+        loose = smallest_plan(job, card, StreamConfig(block_size=job.block_size), host_bytes=host_bytes).device_bytes
         needs[f"leaving {', '.join(sorted(fixed))} to the plan"] = loose
     helpful = sorted((need, idea) for idea, need in needs.items() if need < 0.995 * smallest.device_bytes)
-    return [f"{idea}: {_gb(need)}" for need, idea in helpful[:2]]
+    return [f"{idea}: {size_text(need)}" for need, idea in helpful[:2]]
 
 
 def stock_bytes(job: Job, card: Card) -> int:
@@ -148,7 +144,3 @@ def stock_bytes(job: Job, card: Card) -> int:
     # given out in the order in which it is taken: next to nothing is lost in between.
     parts |= {"allocator": 0, "boundaries": 0}
     return sum(parts.values())
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"

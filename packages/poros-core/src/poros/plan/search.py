@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 from poros.config import StreamConfig
+from poros.errors import BudgetError
 from poros.plan.cards import Card
 from poros.plan.job import Job
 from poros.plan.memory import device_components, host_components
@@ -215,8 +216,24 @@ def best_plan(
     return None if best is None else describe(job, best[1], card, budget_bytes)
 
 
-def smallest_plan(job: Job, card: Card, base: StreamConfig | None = None, fixed: frozenset[str] = frozenset()) -> Plan:
-    """The plan that takes the least device memory; of equally small ones the fastest."""
+def smallest_plan(
+    job: Job,
+    card: Card,
+    base: StreamConfig | None = None,
+    fixed: frozenset[str] = frozenset(),
+    host_bytes: int | None = None,
+) -> Plan:
+    """The plan that takes the least device memory; of equally small ones the fastest.
+
+    Args:
+        job: What is trained.
+        card: On which card.
+        base, fixed: Settings that hold, and their names.
+        host_bytes: Host memory for the whole process; unlimited by default.
+
+    Raises:
+        BudgetError: every plan needs more host memory.
+    """
     free = [name for name in CHOICES if name not in fixed]
 
     def cost(stream: StreamConfig) -> tuple[int, float]:
@@ -225,7 +242,16 @@ def smallest_plan(job: Job, card: Card, base: StreamConfig | None = None, fixed:
     base = base or StreamConfig()
     # Where every block stays, neither slots nor restored weights are needed: with few blocks that may be the least.
     counts = (base.resident,) if "resident" in fixed else (0, "all")
-    streams = (c.model_copy(update={"resident": n}) for c in candidates(job, base, free) for n in counts)
+    streams = [c.model_copy(update={"resident": n}) for c in candidates(job, base, free) for n in counts]
+    if host_bytes is not None:
+        needs = [sum(host_components(job, stream).values()) for stream in streams]
+        streams = [stream for stream, need in zip(streams, needs, strict=True) if need <= host_bytes]
+        if not streams:
+            raise BudgetError(
+                f"the base and what goes with it need about {size_text(min(needs))} of host memory, "
+                f"and {size_text(host_bytes)} may be taken",
+                "close other programs, or take a smaller model; what stays on the GPU passes through host memory, too",
+            )
     return describe(job, min(streams, key=cost), card)
 
 
@@ -247,10 +273,15 @@ def curve(
         host_bytes: Host memory for the whole process; unlimited by default.
     """
     base = base or StreamConfig()
-    smallest = smallest_plan(job, card, base, fixed).device_bytes
+    smallest = smallest_plan(job, card, base, fixed, host_bytes).device_bytes
     wanted = {"resident": "all", "recompute": job.micro_batches > 1}
     everything = base.model_copy(update={name: value for name, value in wanted.items() if name not in fixed})
     largest = max(smallest, sum(device_components(job, everything, card).values()))
     budgets = [smallest + (largest - smallest) * step // (points - 1) for step in range(points)]
     plans = (best_plan(job, card, max(smallest, budget), host_bytes, base, fixed) for budget in budgets)
     return [plan for plan in plans if plan is not None]
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes for people. GB = 1e9 bytes."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"
