@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from poros.cli import app
+from poros.config import LoraPart, StreamConfig
+from poros.plan.cards import CARDS
+from poros.plugins import load_plugins
 from poros.receipt import read_receipts
 from poros.testing.checkpoints import make_tokenizer
 
@@ -154,6 +157,8 @@ def test_check_exits_with_1_when_the_answer_is_no(
         (["plan", "qwen2.5-32b", "--vram", "much"], "--vram"),
         (["plan", "qwen2.5-32b", "--plot", "curve.doc"], ".png"),
         (["plan", "qwen2.5-32b", "--set", "slots=0"], "stream.slots"),
+        (["plan", "qwen2.5-32b", "--set", "vram=8GB"], "use --vram"),
+        (["plan", "qwen2.5-32b", "--set", "tokens=64"], "use --seq and --batch"),
         (["plan", "."], "config.json"),
         (["train", "--model", "x", "--data", "y", "--out", "z", "--vram", "much"], "stream.vram"),
         (["check", "x", "--vram", "much"], "stream.vram"),
@@ -268,6 +273,22 @@ def test_plan_as_json_is_the_contract(poros: Callable[..., tuple[int, str, str]]
     assert plan["vram_budget_gb"] == 11
     assert plan["predicted_vram_gb"] <= 11
     assert sum(plan["components"].values()) == pytest.approx(plan["predicted_vram_gb"])
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_plan_is_of_the_job_that_the_options_say(unpadded: bool, poros: Callable[..., tuple[int, str, str]]) -> None:
+    """Padding, dropout, rank, rows: by default the same as `poros train` plans for."""
+    from poros.plan.fit import dimensions_of, fit, make_job
+
+    architecture, shape = load_plugins().published("qwen2.5-7b") or pytest.fail("no such shape")
+    options = "--vram 16GB --seq 512 --batch 2 --accumulate 3 --rank 8 --dropout 0.1 --set slots=3 --gpu h200 --json"
+    code, out, err = poros("plan", "qwen2.5-7b", *options.split(), *(["--unpadded"] if unpadded else []))
+    assert code == 0, err
+    stream, lora = StreamConfig(slots=3), LoraPart(rank=8, dropout=0.1)
+    job = make_job(dimensions_of(architecture, shape.config), lora, 1024, 3, stream, True, 2, not unpadded)
+    assert job.dropout
+    plan = fit(job, CARDS["h200"], 16 * 10**9, stream).to_json()
+    assert {name: json.loads(out)[name] for name in plan} == json.loads(json.dumps(plan))
 
 
 def test_plan_of_a_directory_and_with_settings_that_stay(

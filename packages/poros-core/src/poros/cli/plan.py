@@ -36,6 +36,7 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     rank: Annotated[int, typer.Option(min=1, help="Of the adapters, on all linear layers.")] = 16,
+    dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Of the adapters' inputs.")] = 0.0,
     gpu: Annotated[str | None, typer.Option(help="A card by name, e.g. rtx-4090. By default the one in here.")] = None,
     host_ram: Annotated[
         str | None, typer.Option(help="Host memory of the process, as 64GB. Unlimited by default.")
@@ -58,10 +59,14 @@ def plan(
         raise ConfigError(f"--plot {plot} is neither a .png nor a .svg file", "give the file such a name")
     card, note = _card(gpu)
     architecture, values = _find(model, context.obj)
-    stream = validated(StreamConfig, assigned(set_ or ()), "stream")
-    job = make_job(
-        dimensions_of(architecture, values), LoraPart(rank=rank), batch * seq, accumulate, stream, True, batch, padded
-    )
+    settings = assigned(set_ or ())
+    for key, instead in (("vram", "--vram"), ("tokens", "--seq and --batch")):
+        if key in settings:
+            raise ConfigError(f"--set {key}=... says nothing to a plan", f"use {instead}")
+    stream = validated(StreamConfig, settings, "stream")
+    lora = LoraPart(rank=rank, dropout=dropout)
+    dimensions = dimensions_of(architecture, values)
+    job = make_job(dimensions, lora, batch * seq, accumulate, stream, True, batch, padded)
     budget = _size("--vram", vram) if vram is not None else round(card.vram_gb * 1e9)
     host_bytes = None if host_ram is None else _size("--host-ram", host_ram)
     try:
