@@ -92,6 +92,24 @@ def test_no_combination_is_faster_than_the_plan(
     assert best_plan(job, TIGHT, smallest - 1) is None
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_no_combination_is_faster_where_recompute_is_set_by_hand(recompute: bool) -> None:
+    """With every block there and kept, micro-batches go one by one: more blocks aren't faster then."""
+    job = Job(dimensions=SMALL, tokens=64, micro_batches=16, rank=4)
+    card = dataclasses.replace(TIGHT, link_gb_s=20, memory_gb_s=10)
+    costs = [
+        (sum(device_components(job, stream, card).values()), step_seconds(job, stream, card).step)
+        for stream in every_stream(job)
+        if stream.recompute == recompute
+    ]
+    smallest, largest = min(memory for memory, _ in costs), max(memory for memory, _ in costs)
+    for step in range(9):
+        budget = smallest + (largest - smallest) * step // 8
+        plan = best_plan(job, card, budget, base=StreamConfig(recompute=recompute), fixed=frozenset({"recompute"}))
+        assert plan is not None
+        assert plan.seconds.step == pytest.approx(min(time for memory, time in costs if memory <= budget))
+
+
 @pytest.mark.parametrize("shape", ["qwen2.5-7b", "qwen2.5-32b", "gemma4-31b", "gemma4-e2b"])
 @pytest.mark.parametrize("card", ["h200", "rtx-4090", "rtx-3060"])
 @pytest.mark.parametrize("micro_batches", [1, 4])

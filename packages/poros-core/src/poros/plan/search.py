@@ -185,6 +185,8 @@ def best_plan(
     base = base or StreamConfig()
     best: tuple[tuple[float, int, int], StreamConfig] | None = None
     free = [name for name in CHOICES if name not in fixed]
+    # Where every block stays and keeps its activations, micro-batches go one by one, which may take longer.
+    all_is_fastest = job.micro_batches == 1 or "recompute" not in fixed or base.recompute
 
     def fits(stream: StreamConfig) -> bool:
         if sum(device_components(job, stream, card).values()) > budget_bytes:
@@ -199,7 +201,7 @@ def best_plan(
             counts: list[int | Literal["all"]] = [base.resident]
         else:
             everything = candidate.model_copy(update={"resident": "all"})
-            if best is not None and step_seconds(job, everything, card).step > best[0][0]:
+            if all_is_fastest and best is not None and step_seconds(job, everything, card).step > best[0][0]:
                 continue  # no number of resident blocks makes it the fastest
             found = most_resident(job, partial(fits_with, candidate)) or 0
             # Blocks of several sizes: a larger number of other ones may take less. And where every block stays, neither
