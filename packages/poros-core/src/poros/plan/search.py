@@ -206,7 +206,7 @@ def best_plan(
             found = most_resident(job, partial(fits_with, candidate)) or 0
             # Blocks of several sizes: a larger number of other ones may take less. And where every block stays, neither
             # slots nor restored weights are needed, so all may fit where one fewer doesn't.
-            reach = 0 if len(set(job.block_bytes)) == 1 else _NEAR
+            reach = 0 if len(set(job.block_bytes)) == 1 and all_is_fastest else _NEAR
             counts = [*range(max(0, found - reach), min(found + reach, len(job.blocks)) + 1), "all"]
         for count in counts:
             stream = candidate.model_copy(update={"resident": count})
