@@ -328,6 +328,37 @@ def test_the_head_takes_the_place_of_what_was_taken_out(
             assert same(step(stock, ids), step(streamed, ids))
 
 
+def test_the_head_does_not_come_while_a_block_is_recorded(
+    fusing: None,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first block of its kind is the last one of all, and after that the head is next."""
+    changes = {"layer_types": [*["sliding_attention"] * 4, "full_attention"], "num_hidden_layers": 5}
+    stock, streamed, executor = models(
+        checkpoint("gemma3", {**changes, "vocab_size": 4096}),
+        plugins,
+        families["gemma3"],
+        embedding="host",
+        head="host",
+    )
+    streamer, warm_up, seen = engine_of(streamed).streamer, HostGraphs._warm_up, []
+
+    def looking(self: HostGraphs, run: Callable[[], Results]) -> None:
+        seen.append(streamer.head in streamer._contents)
+        warm_up(self, run)
+
+    monkeypatch.setattr(HostGraphs, "_warm_up", looking)
+    ids = torch.randint(3, 100, (1, 8))
+    for _ in range(2):
+        assert same(step(stock, ids), step(streamed, ids))
+    assert len(seen) == 2 * (2 + 2)  # per kind: two slots, forward and backward
+    assert not any(seen)
+    assert executor.num_eager == 0
+
+
 @pytest.mark.parametrize(("family", "unused"), [("qwen2", {"mlp.down_proj"}), ("gemma3", set())])
 def test_values_that_no_gradient_needs_are_found(
     family: str,

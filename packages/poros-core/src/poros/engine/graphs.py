@@ -262,33 +262,36 @@ class GraphExecutor(EagerExecutor):
         """Record what is missing for blocks that are alike."""
         first = blocks[0]
         lot = self.key(first)
-        if lot not in graphs.copies:
-            copies = [
-                self._copy(template, kind)
-                for template, (_, kind) in zip(self._blocks[first], self._layouts[first], strict=True)
-            ]
-            self._fuse_linears(graphs, copies, first, surroundings)
-            if graphs.restore_once:
-                put_outside(copies, self.buffers)
-            graphs.copies[lot] = copies
-        copies = graphs.copies[lot]
-        slots = {slot.index: slot for block in blocks for slot in self._slots_of(block)}
-        if copies[0].outside:
-            takings = self._takings.setdefault(self._layouts[first], {})
-            for index in slots.keys() - takings.keys():
-                taking = partial(self._take_out, copies, slots[index])
-                self._warm_up(taking)
-                takings[index], _ = self._record(taking, self._taking_pool)
-            if lot not in graphs.recorded:
-                with self._streamer.visit(first, Phase.FORWARD) as lease:
-                    take_out(copies, lease.slot())  # the block's own weights, to try things with
-                for static in (graphs.hidden, graphs.gradient):
-                    static.normal_()
-                graphs.recorded[lot] = self._record_block(graphs, copies, None, surroundings)
-            return
-        for slot in slots.values():
-            if self.key(first, slot) not in graphs.recorded:
-                graphs.recorded[self.key(first, slot)] = self._record_block(graphs, copies, slot, surroundings)
+        # Open until all is recorded: a head, to whose memory blocks are taken out, comes between two visits only.
+        with self._streamer.visit(first, Phase.FORWARD) as lease:
+            self._streamer.drop_head()
+            here = lease.slot()
+            if lot not in graphs.copies:
+                copies = [
+                    self._copy(template, kind)
+                    for template, (_, kind) in zip(self._blocks[first], self._layouts[first], strict=True)
+                ]
+                self._fuse_linears(graphs, copies, here, surroundings)
+                if graphs.restore_once:
+                    put_outside(copies, self.buffers)
+                graphs.copies[lot] = copies
+            copies = graphs.copies[lot]
+            slots = {slot.index: slot for block in blocks for slot in self._slots_of(block)}
+            if copies[0].outside:
+                takings = self._takings.setdefault(self._layouts[first], {})
+                for index in slots.keys() - takings.keys():
+                    taking = partial(self._take_out, copies, slots[index])
+                    self._warm_up(taking)
+                    takings[index], _ = self._record(taking, self._taking_pool)
+                if lot not in graphs.recorded:
+                    take_out(copies, here)  # the block's own weights, to try things with
+                    for static in (graphs.hidden, graphs.gradient):
+                        static.normal_()
+                    graphs.recorded[lot] = self._record_block(graphs, copies, None, surroundings)
+                return
+            for slot in slots.values():
+                if self.key(first, slot) not in graphs.recorded:
+                    graphs.recorded[self.key(first, slot)] = self._record_block(graphs, copies, slot, surroundings)
 
     @staticmethod
     def _take_out(copies: Sequence[LayerCopy], slot: Slot) -> Results:
@@ -301,19 +304,15 @@ class GraphExecutor(EagerExecutor):
         return LayerCopy(Template(layer, frozen_tensors(layer), template.packing), adapters, kind)
 
     def _fuse_linears(
-        self, graphs: ShapeGraphs, copies: Sequence[LayerCopy], block: int, surroundings: Surroundings
+        self, graphs: ShapeGraphs, copies: Sequence[LayerCopy], slot: Slot, surroundings: Surroundings
     ) -> None:
-        """Use fused linear layers in the copies where, with this block's weights, they give the same bits."""
+        """Use fused linear layers in the copies where, with the weights in this slot, they give the same bits."""
         layers = [layer for made in copies for layer in made.template.layer.modules() if can_fuse(layer)]
         if not self._fuse or not layers:
             return
         rows, dtype = graphs.hidden.numel() // graphs.hidden.shape[-1], graphs.hidden.dtype
         switches = switches_signature(graphs.hidden.device)
-        with (
-            self._streamer.visit(block, Phase.FORWARD) as lease,
-            bound(copies, lease.slot()),
-            surroundings.autocasting(),
-        ):
+        with bound(copies, slot), surroundings.autocasting():
             for layer in layers:
                 key = (layer.out_features, layer.in_features, layer.bias is not None, rows, dtype, *switches)
                 if key not in self._tried:
@@ -370,7 +369,8 @@ class GraphExecutor(EagerExecutor):
             ]
             live = [parameter for template in self._blocks[block] for parameter in template.loose()]
             static = [parameter for made in copies for parameter in made.template.loose()]
-            self._fuse_linears(graphs, copies, block, surroundings)
+            with self._streamer.visit(block, Phase.FORWARD) as lease:
+                self._fuse_linears(graphs, copies, lease.slot(), surroundings)
             links.append(Link(block, home, self.signature(block), copies, live, static))
         record_chain(links, graphs, surroundings, self._warm_up, self._record, self._chain_pool)
         graphs.chain.update((link.block, link) for link in links)
