@@ -92,6 +92,27 @@ def test_no_combination_is_faster_than_the_plan(
     assert best_plan(job, TIGHT, smallest - 1) is None
 
 
+def test_of_equally_fast_plans_it_is_the_one_with_less_gpu_time() -> None:
+    """Where Python is what a step waits for, which the plan says."""
+    job = Job(dimensions=SMALL, tokens=64, rank=4)
+    card = dataclasses.replace(TIGHT, link_gb_s=20, memory_gb_s=1000)
+    found = [(describe(job, stream, card), stream) for stream in every_stream(job)]
+    largest = max(plan.device_bytes for plan, _ in found)
+    smallest = min(plan.device_bytes for plan, _ in found)
+    for step in range(9):
+        budget = smallest + (largest - smallest) * step // 8
+        plan = best_plan(job, card, budget)
+        assert plan is not None
+        assert plan.seconds.bound_by == "host"
+        costs = [(one.seconds.step, one.seconds.computing) for one, _ in found if one.device_bytes <= budget]
+        assert (plan.seconds.step, plan.seconds.computing) == pytest.approx(min(costs))
+    assert not plan.stream.recompute
+    roomy = best_plan(published("qwen2.5-7b"), CARDS["h200"], 24 * 10**9)
+    assert roomy is not None
+    assert (roomy.seconds.bound_by, roomy.stream.recompute) == ("host", False)
+    assert describe(published("qwen2.5-32b"), StreamConfig(), CARDS["h200"]).seconds.bound_by == "link"
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_no_combination_is_faster_where_recompute_is_set_by_hand(recompute: bool) -> None:
     """With every block there and kept, micro-batches go one by one: more blocks aren't faster then."""

@@ -151,11 +151,15 @@ def most_resident(job: Job, fits: Callable[[int], bool]) -> int | None:
     return low
 
 
-def _cost(job: Job, stream: StreamConfig, card: Card) -> tuple[float, int, int]:
-    """By what plans are compared: time, then how little is unusual, then memory."""
+Cost = tuple[float, float, int, int]
+
+
+def _cost(job: Job, stream: StreamConfig, card: Card) -> Cost:
+    """By what plans are compared: time, then the GPU's part of it, then how little is unusual, then memory."""
     usual = StreamConfig()
     unusual = sum(getattr(stream, name) != getattr(usual, name) for name in CHOICES if name != "recompute")
-    return step_seconds(job, stream, card).step, unusual, sum(device_components(job, stream, card).values())
+    seconds = step_seconds(job, stream, card)
+    return seconds.step, seconds.computing, unusual, sum(device_components(job, stream, card).values())
 
 
 _NEAR = 6
@@ -172,7 +176,8 @@ def best_plan(
 ) -> Plan | None:
     """The fastest plan within a budget. None if nothing fits.
 
-    Of equally fast ones it is the one that differs least from the usual settings, and then the one that takes least.
+    Of equally fast ones it is the one that keeps the GPU busy least: where a step waits for Python, a faster host will
+    show it. Then the one that differs least from the usual settings, and then the one that takes least.
 
     Args:
         job: What is trained.
@@ -183,7 +188,7 @@ def best_plan(
         fixed: Settings that aren't to be chosen.
     """
     base = base or StreamConfig()
-    best: tuple[tuple[float, int, int], StreamConfig] | None = None
+    best: tuple[Cost, StreamConfig] | None = None
     free = [name for name in CHOICES if name not in fixed]
     # Where every block stays and keeps its activations, micro-batches go one by one, which may take longer.
     all_is_fastest = job.micro_batches == 1 or "recompute" not in fixed or base.recompute

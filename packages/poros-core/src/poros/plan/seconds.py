@@ -53,14 +53,15 @@ class Seconds:
         copying: Seconds for which the link is busy.
         computing: Seconds for which the GPU is busy.
         copied_bytes: What travels to the device.
-        bound_by: Which of the two decides, with what it can't share with the other.
+        bound_by: Which of the two decides, with what it can't share with the other; or the host, where Python needs
+            more time for the visits than either.
     """
 
     step: float
     copying: float
     computing: float
     copied_bytes: int
-    bound_by: Literal["link", "compute"]
+    bound_by: Literal["link", "compute", "host"]
 
 
 def copied_bytes(job: Job, stream: StreamConfig) -> int:
@@ -163,8 +164,9 @@ def step_seconds(job: Job, stream: StreamConfig, card: Card) -> Seconds:
     back_share = to_boundaries / times / link
     each_way = to_blocks / times / 2 / link
     passes = max(forward, each_way + forward_alone) + max(backward, each_way + back_share + backward_alone)
-    visits = 2 * len(job.blocks) * together
-    passes = max(passes, visits * (VISIT if stream.boundaries == "device" else VISIT_ON_HOST))
+    visiting = 2 * len(job.blocks) * together * (VISIT if stream.boundaries == "device" else VISIT_ON_HOST)
+    waits_for_host = visiting > passes
+    passes = max(passes, visiting)
 
     vocabulary, hidden = job.dimensions.vocabulary, job.dimensions.hidden
     head = 3 * 2 * job.tokens * vocabulary * hidden / (card.tflops * 1e12)
@@ -178,5 +180,7 @@ def step_seconds(job: Job, stream: StreamConfig, card: Card) -> Seconds:
     copied = copied_bytes(job, stream)
     step = times * (passes + to_head / times / link + at_the_turn + gathering)
     step += max(updating, update_bytes(job, stream) / link) + BETWEEN_STEPS
-    decides: Literal["link", "compute"] = "link" if moves and copied / link > computing else "compute"
+    decides: Literal["link", "compute", "host"] = "link" if moves and copied / link > computing else "compute"
+    if waits_for_host:
+        decides = "host"
     return Seconds(step, copied / link, computing, copied, decides)
