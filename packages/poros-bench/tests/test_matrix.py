@@ -153,8 +153,8 @@ def test_being_terminated_leaves_no_process_behind(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom poros_bench import matrix\n"
         "with matrix._stopped_by_terminate():\n"
-        "    matrix._in_a_process([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'], "
-        "Path(sys.argv[1]), 60)\n"
+        "    program = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "    matrix._in_a_process([sys.executable, '-c', program], Path(sys.argv[1]), 60)\n"
     )
     log = tmp_path / "log"
     process = subprocess.Popen([sys.executable, "-c", code, str(log)], stderr=subprocess.DEVNULL)
