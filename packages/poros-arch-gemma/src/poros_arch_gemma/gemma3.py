@@ -102,6 +102,7 @@ GEMMA3 = Architecture(
             name="bidirectional attention",
             applies=lambda config: bool(getattr(config, "use_bidirectional_attention", False)),
             hint="such checkpoints are embedding models; Poros trains causal language models",
+            example={"use_bidirectional_attention": True},
         ),
     ),
     refused_model_types={

@@ -148,6 +148,8 @@ GEMMA4 = Architecture(
     layer_kinds=layer_kinds,
     dimensions=dimensions,
     final_softcap=final_softcap,
+    # Whether a layer leaves its keys and values, which changes nothing that it computes itself.
+    inert=("store_full_length_kv",),
     side_output="shared_kv_states",
     has_side_outputs=lambda config: config.num_kv_shared_layers > 0,
     has_outer_linears=lambda config: config.hidden_size_per_layer_input > 0,
@@ -156,11 +158,13 @@ GEMMA4 = Architecture(
             name="mixture of experts",
             applies=lambda config: bool(getattr(config, "enable_moe_block", False)),
             hint="its experts are fused tensors that bitsandbytes leaves in 16 bit; the dense sizes run",
+            example={"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
         ),
         Unsupported(
             name="bidirectional attention",
             applies=lambda config: getattr(config, "use_bidirectional_attention", None) == "all",
             hint="such checkpoints are embedding models; Poros trains causal language models",
+            example={"use_bidirectional_attention": "all"},
         ),
     ),
     refused_model_types={

@@ -24,13 +24,15 @@ class Unsupported:
 
     Attributes:
         name: What it is, as a user would call it ("mixture of experts").
-        applies: Whether a config describes such a checkpoint.
+        applies: Whether a text config describes such a checkpoint.
         hint: What to do instead.
+        example: Values of a tiny text config that it applies to, by which the refusal is tested.
     """
 
     name: str
     applies: Callable[[Config], bool]
     hint: str = ""
+    example: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,7 @@ class Architecture:
         dimensions: Values of the text part of a `config.json` -> the sizes of all tensors, by which runs are planned.
             Values that are absent have transformers' defaults. None: the family can't be planned.
         final_softcap: Config -> the cap on the final logits, or None.
+        inert: Attributes of modules by which layers of one kind may differ without computing anything else.
         side_output: Keyword argument of a layer: a dict in which some layers leave tensors for later ones (shared
             keys and values); empty if there is none.
         has_side_outputs: Config -> whether later layers do read what is left there.
@@ -107,6 +110,7 @@ class Architecture:
     layer_kinds: Callable[[Config], Sequence[str]]
     dimensions: Callable[[Values], ModelDimensions] | None = None
     final_softcap: Callable[[Config], float | None] = lambda config: None
+    inert: Sequence[str] = ()
     side_output: str = ""
     has_side_outputs: Callable[[Config], bool] = lambda config: False
     has_outer_linears: Callable[[Config], bool] = lambda config: False
@@ -118,5 +122,10 @@ class Architecture:
     published: Sequence[PublishedShape] = ()
 
     def refusal(self, config: Config) -> Unsupported | None:
-        """The first entry of `unsupported` that applies to a config, or None when the config can be run."""
-        return next((item for item in self.unsupported if item.applies(config)), None)
+        """The first entry of `unsupported` that applies to a config, or None when the config can be run.
+
+        Args:
+            config: Of the text model, or of a multimodal one around it.
+        """
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return next((item for item in self.unsupported if item.applies(text)), None)

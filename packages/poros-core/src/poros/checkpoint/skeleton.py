@@ -42,6 +42,14 @@ def quantization_config() -> BitsAndBytesConfig:
     )
 
 
+def attention_of(config: Any) -> Any:
+    """The attention to ask transformers for: sdpa in the text decoder, whatever it likes in towers beside it.
+
+    An audio tower can't do sdpa, and a single word would be asked of every part.
+    """
+    return "sdpa" if config.get_text_config() is config else {"text_config": "sdpa"}
+
+
 @dataclass(frozen=True)
 class Skeleton:
     """A model without the weights of its layers.
@@ -142,7 +150,9 @@ def build_skeleton(
         settings = quantization_config()
     with torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPE, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=COMPUTE_DTYPE, attn_implementation=attention_of(config)
+            )
         except Exception as error:
             raise CheckpointError(
                 f"transformers can't build the model of this config.json: {type(error).__name__}: {error}"

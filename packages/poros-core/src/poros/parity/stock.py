@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from poros.checkpoint.skeleton import cut_layers
+from poros.checkpoint.skeleton import attention_of, cut_layers
 from poros.engine.parts import causal_lm, text_marks
 from poros.parity.surfaces import CPU, Trace, record_layer_outputs
 
@@ -69,7 +69,7 @@ def load_stock(
         directory,
         config=model_config,
         dtype=torch.bfloat16,
-        attn_implementation="sdpa",
+        attn_implementation=attention_of(model_config),
         device_map={"": str(device)},
         **({} if stored is not None else {"quantization_config": config}),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 from poros.architecture import Architecture
 from poros.config import LoraPart, StreamConfig
@@ -20,8 +21,11 @@ def dimensions_of(architecture: Architecture, config: Values) -> ModelDimensions
     """The sizes of a model's tensors from the values of its `config.json`.
 
     Raises:
-        UnsupportedError: the family can't be planned, or the config lacks a value.
+        UnsupportedError: the family can't be planned or refuses such a checkpoint by name, or the config lacks a value.
     """
+    refusal = architecture.refusal(SimpleNamespace(**text_values(config)))
+    if refusal is not None:
+        raise UnsupportedError(f"{refusal.name} is not supported ({config.get('model_type')})", refusal.hint)
     if architecture.dimensions is None:
         raise UnsupportedError(
             f"the family {architecture.family} has no `dimensions`, so its models can't be planned",

@@ -36,7 +36,7 @@ def make_checkpoint(
     """Write a stock checkpoint of a family's tiny config.
 
     Weights come from transformers' own initialisation with a large spread, and every one-dimensional tensor (norms,
-    biases) is moved away from its neutral value, so that leaving one out changes the result.
+    biases, persistent buffers) is moved away from its neutral value, so that leaving one out changes the result.
 
     Args:
         directory: Where to write; made if missing.
@@ -55,9 +55,10 @@ def make_checkpoint(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        stored = model.state_dict()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.dim() <= 1 and tensor.is_floating_point() and name in stored:
+                tensor.add_(torch.randn_like(tensor), alpha=0.1)
     torch.set_rng_state(state)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     return directory

@@ -18,7 +18,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,9 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import poros
 from poros.architecture import Architecture, ParityCase, PublishedShape
-from poros.checkpoint.frozen import FrozenTensor, frozen_tensors
+from poros.checkpoint.frozen import frozen_tensors
 from poros.checkpoint.locate import find_prefix
-from poros.checkpoint.packing import Field, Packing
 from poros.checkpoint.reader import make_packings, plan_reading
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, read_model_config
@@ -42,11 +41,15 @@ from poros.engine.adapters import lora_config, narrowed
 from poros.engine.attention import attention_path
 from poros.engine.engine import engine_of
 from poros.engine.parts import DecoderParts, causal_lm, text_marks
+from poros.errors import UnsupportedError
+from poros.parity.gate import corrupt
 from poros.parity.resident import random_resident
 from poros.parity.stock import Work, load_stock, make_adapters_count, train
 from poros.parity.surfaces import SURFACES, Comparison, compare
+from poros.plan.fit import dimensions_of
 from poros.plugins import Plugins, load_plugins
 from poros.testing.checkpoints import make_checkpoint
+from poros.testing.layers import byte_that_counts, plain_attributes, restored_fields
 
 CPU = torch.device("cpu")
 
@@ -162,7 +165,7 @@ class ArchitectureConformance:
                 assert torch.equal(view, place.get()), f"layer {index}: {place.name}"
 
     def test_layers_that_differ_share_nothing(self, case: ParityCase, checkpoint: Checkpoint, plugins: Plugins) -> None:
-        """Layers of one kind have one layout; every layer's bytes are its own."""
+        """Layers of one kind are alike in layout and in all that isn't a tensor; every layer's bytes are its own."""
         streamed = poros.load(checkpoint(case), lora=lora(0.0), seed=0, device="cpu", plugins=plugins)
         engine = engine_of(streamed)
         config = causal_lm(streamed).config.get_text_config()
@@ -174,6 +177,8 @@ class ArchitectureConformance:
         ):
             if kinds[one] == kinds[other]:
                 assert engine.packings[one] is engine.packings[other]
+                alike = [plain_attributes(layer, self.architecture.inert) for layer in (mine, theirs)]
+                assert alike[0] == alike[1], f"layers {one} and {other}"
             slabs = engine.store.slab(one), engine.store.slab(other)
             assert slabs[0].data_ptr() != slabs[1].data_ptr()
             assert slabs[0].shape != slabs[1].shape or not torch.equal(*slabs)
@@ -209,7 +214,7 @@ class ArchitectureConformance:
         packings = make_packings(skeleton.layers, self.architecture.layer_kinds(text))
         assert [layer.nbytes for layer in dimensions.layers] == [packing.nbytes for packing in packings]
         assert [layer.restored_bytes for layer in dimensions.layers] == [
-            sum(aligned(2 * math.prod(linear or field.shape)) for field, linear in _restored(places, packing))
+            sum(aligned(2 * math.prod(linear or field.shape)) for field, linear in restored_fields(places, packing))
             for places, packing in zip(skeleton.layers, packings, strict=True)
         ]
         assert dimensions.hidden == text.hidden_size
@@ -241,6 +246,18 @@ class ArchitectureConformance:
         marks = dict.fromkeys(text_marks(base), torch.zeros_like(ids))
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             assert bool(torch.isfinite(base.train()(input_ids=ids, labels=ids, **marks).loss))
+
+    def test_what_is_refused_is_refused_by_name(self, plugins: Plugins, tmp_path: Path) -> None:
+        """Before a weight is read, by `load` and by plans; of a multimodal model, its text part."""
+        for item in self.architecture.unsupported:
+            values: dict[str, Any] = dict(self.architecture.tiny_config)
+            text = values.get("text_config")
+            values |= {"text_config": {**text, **item.example}} if text else item.example
+            (tmp_path / "config.json").write_text(json.dumps(values))
+            with pytest.raises(UnsupportedError, match=item.name):
+                poros.load(tmp_path, device="cpu", plugins=plugins)
+            with pytest.raises(UnsupportedError, match=item.name):
+                dimensions_of(self.architecture, values)
 
     def test_parity_cases_have_names_of_their_own(self) -> None:
         names = [case.name for case in self.architecture.parity_cases]
@@ -283,14 +300,31 @@ class ArchitectureConformance:
         work = Work(steps=1, length=quirk.sequence_length, accumulation=1)
         assert not self.compared(checkpoint(quirk), flipped, work, plugins).identical
 
+    def test_a_changed_byte_is_found(self, checkpoint: Checkpoint, plugins: Plugins) -> None:
+        """The control: of every field of every layout, one byte is changed in the store, and the logits must tell."""
+        seen: set[tuple[str, ...]] = set()
+        for case in self.architecture.parity_cases:
+            model = poros.load(checkpoint(case), lora=lora(0.0), seed=0, device="cpu", plugins=plugins)
+            make_adapters_count(model, 0)
+            engine = engine_of(model)
+            right = evaluated(model, case)
+            for layer, packing in enumerate(engine.packings):
+                names = tuple(field.name for field in packing.fields)
+                for field in packing.fields if names not in seen else ():
+                    if field.name.endswith(".quant_map"):
+                        continue  # bitsandbytes' kernels have these sixteen values built in and read no table
+                    byte = byte_that_counts(field, packing, engine.store.slab(layer))
+                    corrupt(engine, layer, field.name, byte)
+                    assert not torch.equal(evaluated(model, case), right), f"{case.name}: {field.name}"
+                    corrupt(engine, layer, field.name, byte)
+                seen.add(names)
+            assert torch.equal(evaluated(model, case), right)
+        assert seen
+
     def test_evaluation_equals_stock(self, case: ParityCase, checkpoint: Checkpoint, plugins: Plugins) -> None:
         """Without gradients, in the mode of training: no dropout, and the kernels of training."""
-        logits = []
-        ids = torch.arange(3, 3 + case.sequence_length)[None] % 64
-        for model in self.models(checkpoint(case), checkpoint(case), plugins, dropout=0.0):
-            with torch.no_grad(), attention_path("fused"):
-                logits.append(model.train()(input_ids=ids, use_cache=False, **marks(model, ids)).logits)
-        assert torch.equal(*logits)
+        models = self.models(checkpoint(case), checkpoint(case), plugins, dropout=0.0)
+        assert torch.equal(*(evaluated(model, case) for model in models))
 
     def test_a_saved_adapter_loads_in_stock_and_counts(
         self, case: ParityCase, checkpoint: Checkpoint, tmp_path: Path, plugins: Plugins
@@ -299,13 +333,9 @@ class ArchitectureConformance:
         streamed.save_pretrained(tmp_path)
         base = causal_lm(stock)
         stock.unload()
-        ids = torch.arange(3, 3 + case.sequence_length)[None] % 64
-        with torch.no_grad(), attention_path("fused"):
-            without = base.train()(input_ids=ids, use_cache=False, **marks(base, ids)).logits
-            loaded = PeftModel.from_pretrained(base, tmp_path)
-            within = loaded.train()(input_ids=ids, use_cache=False, **marks(base, ids)).logits
-            right = streamed.train()(input_ids=ids, use_cache=False, **marks(base, ids)).logits
-        assert torch.equal(within, right)
+        without = evaluated(base, case)
+        within = evaluated(PeftModel.from_pretrained(base, tmp_path), case)
+        assert torch.equal(within, evaluated(streamed, case))
         assert not torch.equal(within, without)
 
     def test_adapters_stay_in_the_text_decoder(
@@ -357,19 +387,17 @@ def lora(dropout: float) -> LoraConfig:
     return lora_config(LoraPart(rank=4, alpha=8, dropout=dropout))
 
 
+def evaluated(model: Any, case: ParityCase) -> Tensor:
+    """Logits of a row without gradients, in the mode of training."""
+    ids = torch.arange(3, 3 + case.sequence_length)[None] % 64
+    with torch.no_grad(), attention_path("fused"):
+        found: Tensor = model.train()(input_ids=ids, use_cache=False, **marks(model, ids)).logits
+    return found
+
+
 def marks(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """What a multimodal class wants to be told about text."""
     return {name: torch.zeros_like(ids) for name in text_marks(causal_lm(model))}
-
-
-def _restored(places: Sequence[FrozenTensor], packing: Packing) -> Iterator[tuple[Field, tuple[int, int] | None]]:
-    """The fields of a layer that are there once its weights are restored, with the shape of each such weight."""
-    for place, field in zip(places, packing.fields, strict=True):
-        if not place.is_four_bit:
-            yield field, None
-        elif not place.part:
-            owner: Any = place.owner
-            yield field, (owner.out_features, owner.in_features)
 
 
 def _is_excused(method: Any) -> bool:
