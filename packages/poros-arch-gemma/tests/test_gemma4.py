@@ -39,6 +39,7 @@ class TestGemma4(ArchitectureConformance):
 
 class TestGemma4Multimodal(ArchitectureConformance):
     architecture = GEMMA4_MULTIMODAL
+    text_only = GEMMA4
 
     @OLD
     def test_the_dimensions_are_the_models(self, case: ParityCase, checkpoint: Checkpoint) -> None:

@@ -237,8 +237,9 @@ def with_config(directory: Path, tmp_path: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("family", "values", "words"),
     [
-        ("qwen2", {"model_type": "llama"}, "no installed plugin knows the model type 'llama'"),
+        ("qwen2", {"model_type": "nobodys"}, "no installed plugin knows the model type 'nobodys'"),
         ("qwen2", {"model_type": "qwen2_moe"}, "mixture of experts"),
+        ("qwen2", {"model_type": "qwen3_moe"}, "mixture of experts"),
         ("qwen2", {"model_type": "qwen2_5_vl"}, "vision-language"),
         ("gemma3", {"model_type": "gemma2"}, "second Gemma family"),
         ("gemma3", {"use_bidirectional_attention": True}, "bidirectional attention is not supported"),

@@ -7,12 +7,11 @@
         architecture = MINE
 
 It needs nothing but the `Architecture`, and runs on a CPU in tens of seconds. A test may be overridden only to say why
-it can't pass yet: the overriding method must be marked `pytest.mark.xfail(reason=...)`, and pytest shows the reason.
+it can't pass yet: the overriding method must be marked `pytest.mark.xfail(reason=...)` and call the test it overrides.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import math
@@ -24,8 +23,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
-from torch import Tensor, nn
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import poros
@@ -50,6 +48,8 @@ from poros.plan.fit import dimensions_of
 from poros.plugins import Plugins, load_plugins
 from poros.testing.checkpoints import make_checkpoint
 from poros.testing.layers import byte_that_counts, plain_attributes, restored_fields
+from poros.testing.models import all_tensors, evaluated, lora, marks, text_part
+from poros.testing.overrides import check_overrides
 
 CPU = torch.device("cpu")
 
@@ -61,17 +61,15 @@ class ArchitectureConformance:
 
     Attributes:
         architecture: The family.
+        text_only: Of a multimodal family, the family of its text tower alone.
     """
 
     architecture: ClassVar[Architecture]
+    text_only: ClassVar[Architecture | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, value in vars(cls).items():
-            if name.startswith("test_") and hasattr(ArchitectureConformance, name) and not _is_excused(value):
-                raise TypeError(
-                    f"{cls.__name__} overrides {name}; mark it with pytest.mark.xfail(reason=...), which says why"
-                )
+        check_overrides(cls, ArchitectureConformance)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One run of a test per parity case, quirk or published shape."""
@@ -111,7 +109,7 @@ class ArchitectureConformance:
 
     @pytest.fixture(autouse=True)
     def random_state(self) -> Iterator[None]:
-        """No test leaves torch's random state to the next one."""
+        """Each test begins with the state that torch had before."""
         state = torch.get_rng_state()
         yield
         torch.set_rng_state(state)
@@ -146,8 +144,10 @@ class ArchitectureConformance:
         streamed = poros.load(checkpoint(case), device="cpu", plugins=plugins)
         engine = engine_of(streamed)
         inside = f"{self.architecture.decoder}.{self.architecture.layers}."
-        mine = {name.replace(".base_layer.", "."): tensor for name, tensor in _tensors(streamed)}
-        theirs = {name.replace(".base_layer.", "."): tensor for name, tensor in _tensors(stock) if "lora_" not in name}
+        mine = {name.replace(".base_layer.", "."): tensor for name, tensor in all_tensors(streamed)}
+        theirs = {
+            name.replace(".base_layer.", "."): tensor for name, tensor in all_tensors(stock) if "lora_" not in name
+        }
         absent = tuple(f"{path}." for path in self.architecture.absent)
         theirs = {name: tensor for name, tensor in theirs.items() if not name.startswith(absent)}
         assert set(mine) == set(theirs)
@@ -189,9 +189,8 @@ class ArchitectureConformance:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
-        assert (
-            len(self.architecture.layer_kinds(config.get_text_config())) == config.get_text_config().num_hidden_layers
-        )
+        text = config.get_text_config()
+        assert len(self.architecture.layer_kinds(text)) == text.num_hidden_layers
         assert self.architecture.refusal(config) is None
 
     def test_published_shapes_can_be_planned(self, shape: PublishedShape) -> None:
@@ -240,7 +239,7 @@ class ArchitectureConformance:
     def test_a_model_with_random_weights_computes_something(self, case: ParityCase) -> None:
         """Published shapes are checked and timed with random weights, and NaN is equal to nothing."""
         base = random_resident(self.architecture, {**self.architecture.tiny_config, **case.config}, torch.device("cpu"))
-        for name, tensor in _tensors(base):
+        for name, tensor in all_tensors(base):
             assert not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()), name
         ids = torch.arange(3, 19)[None]
         marks = dict.fromkeys(text_marks(base), torch.zeros_like(ids))
@@ -326,6 +325,28 @@ class ArchitectureConformance:
         models = self.models(checkpoint(case), checkpoint(case), plugins, dropout=0.0)
         assert torch.equal(*(evaluated(model, case) for model in models))
 
+    def test_text_only_and_multimodal_class_agree(
+        self, case: ParityCase, checkpoint: Checkpoint, tmp_path: Path, plugins: Plugins
+    ) -> None:
+        """One decoder under two classes: the same logits, loss and gradients."""
+        if self.text_only is None:
+            pytest.skip("the family has one class")
+        text_part(checkpoint(case), tmp_path, self.architecture)
+        assert plugins.architecture_for(json.loads((tmp_path / "config.json").read_text())["model_type"]) == (
+            self.text_only
+        )
+        ids = torch.arange(3, 3 + case.sequence_length)[None] % 64
+        found = []
+        for directory in (checkpoint(case), tmp_path):
+            model = poros.load(directory, lora=lora(0.0), seed=0, device="cpu", plugins=plugins)
+            make_adapters_count(model, 0)
+            with attention_path("fused"):
+                output = model.train()(input_ids=ids, labels=ids, use_cache=False, **marks(model, ids))
+            output.loss.backward()
+            found.append([output.logits, output.loss, *(p.grad for p in model.parameters() if p.requires_grad)])
+        assert len(found[0]) == len(found[1]) > 2
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
     def test_a_saved_adapter_loads_in_stock_and_counts(
         self, case: ParityCase, checkpoint: Checkpoint, tmp_path: Path, plugins: Plugins
     ) -> None:
@@ -361,10 +382,8 @@ class ArchitectureConformance:
         self, stock: Path, streamed: Path, plugins: Plugins, dropout: float = 0.1, **options: Any
     ) -> tuple[Any, Any]:
         """A stock model of one checkpoint and a streamed one of another, with the same adapters."""
-        made = (
-            self.stock(stock, dropout),
-            poros.load(streamed, lora=lora(dropout), seed=0, device="cpu", plugins=plugins, **options),
-        )
+        other = poros.load(streamed, lora=lora(dropout), seed=0, device="cpu", plugins=plugins, **options)
+        made = (self.stock(stock, dropout), other)
         for model in made:
             make_adapters_count(model, 0)
         return made
@@ -380,31 +399,3 @@ class ArchitectureConformance:
             one = train(models[0], layers[0], work, CPU)
             other = train(models[1], layers[1], work, CPU, accumulate=engine.accumulate)
         return compare(one, other, engine.blocks)
-
-
-def lora(dropout: float) -> LoraConfig:
-    """Small adapters on every linear layer."""
-    return lora_config(LoraPart(rank=4, alpha=8, dropout=dropout))
-
-
-def evaluated(model: Any, case: ParityCase) -> Tensor:
-    """Logits of a row without gradients, in the mode of training."""
-    ids = torch.arange(3, 3 + case.sequence_length)[None] % 64
-    with torch.no_grad(), attention_path("fused"):
-        found: Tensor = model.train()(input_ids=ids, use_cache=False, **marks(model, ids)).logits
-    return found
-
-
-def marks(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """What a multimodal class wants to be told about text."""
-    return {name: torch.zeros_like(ids) for name in text_marks(causal_lm(model))}
-
-
-def _is_excused(method: Any) -> bool:
-    marks = getattr(method, "pytestmark", [])
-    return inspect.isfunction(method) and any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
