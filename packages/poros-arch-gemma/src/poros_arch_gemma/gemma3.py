@@ -85,7 +85,12 @@ def _shape(
             "vocab_size": 262144 if size in ("270m", "1b") else 262208,
             "sliding_window": window,
             "tie_word_embeddings": True,
-            "max_position_embeddings": 32768 if size in ("270m", "1b") else 131072,
+            # The larger ones were stretched: their global layers rotate an eighth as fast.
+            **(
+                {"max_position_embeddings": 32768}
+                if size in ("270m", "1b")
+                else {"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+            ),
         },
         parameters=parameters,
     )

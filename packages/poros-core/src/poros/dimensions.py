@@ -131,12 +131,19 @@ class ModelDimensions:
 
 
 def text_values(config: Values) -> Values:
-    """The text part of a `config.json`: all of it, or one part of a multimodal model's."""
+    """The text part of a `config.json`: all of it, or one part of a multimodal model's.
+
+    Whether head and embedding are tied is said by the model around it, whose class ties them; what the text part says
+    doesn't count.
+    """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return config
-    outer = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-    return {**outer, **text}
+    inner = {name: value for name, value in text.items() if name not in _OUTER}
+    return {**inner, **{name: config[name] for name in _OUTER if name in config}}
+
+
+_OUTER = ("tie_word_embeddings",)
 
 
 def gated_layer(

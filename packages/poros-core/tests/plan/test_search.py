@@ -219,52 +219,82 @@ def test_the_parts_are_the_whole() -> None:
     json.dumps(record)
 
 
-MEASURED = [
-    ("qwen2.5-32b", {}, 512, 1, 8.46, 0.574),
-    ("qwen2.5-32b", {"resident": "all", "recompute": False}, 512, 1, None, 0.2285),
-    ("qwen2.5-72b", {}, 512, 1, 13.16, 1.287),
-    ("qwen2.5-7b", {}, 512, 1, 5.02, 0.1209),
-]
-"""Shape, settings, tokens, micro-batches, GB reserved, seconds: from validation/cells_h200.jsonl.
+VALIDATION = Path(__file__).parents[4] / "validation"
 
-What the measuring itself held on the device (a copy of the adapters) is taken off. Not among them: the memory of the
-cell with 8 micro-batches, which was measured when each of them left something behind; and that of the run with
-everything resident, in which torch kept what recording had needed.
+CELLS = [
+    line
+    for file in ("cells_h200.jsonl", "cells_h200_planned.jsonl")
+    for line in (VALIDATION / file).read_text(encoding="utf-8").splitlines()
+    if json.loads(line)["method"].startswith("poros")
+]
+
+KNOWN_GAPS = {
+    ("qwen2.5-32b", "poros", 8): -0.119,
+    ("qwen2.5-32b", "poros:resident=all,recompute=false", 1): -0.076,
+    ("qwen2.5-32b", "poros:vram=24GB", 1): -0.072,
+}
+"""Shape, method, micro-batches -> how far off the prediction of memory is; docs/planning.md says so.
+
+With 8 micro-batches each left something behind in that tree. The others keep activations: torch kept what recording
+had needed, and no budget held it back.
 """
 
 
-@pytest.mark.parametrize(("shape", "settings", "tokens", "micro_batches", "reserved", "seconds"), MEASURED)
-def test_predictions_are_near_what_was_measured(
-    shape: str, settings: dict[str, Any], tokens: int, micro_batches: int, reserved: float | None, seconds: float
-) -> None:
-    """These runs have shaped the model; what it says of others is in validation/README.md."""
-    job = published(shape, tokens=tokens, micro_batches=micro_batches)
-    plan = describe(job, StreamConfig(**settings), CARDS["h200"])
-    if reserved is not None:
-        assert (plan.device_bytes - plan.device["context"]) / 1e9 == pytest.approx(reserved, rel=0.05)
-    assert plan.seconds.step == pytest.approx(seconds, rel=0.10)
+def memory_of(receipt: Receipt, device: dict[str, int]) -> tuple[float, float]:
+    """GB that a cell took, and GB that are predicted, of what can be compared; as in validation/tables.py.
+
+    The process, where the driver was asked. Else what torch reserved, less the copy of the adapters that the measuring
+    held. Under a limit torch reserves what it may: there it is what was allocated, with the memory of recorded graphs,
+    and the prediction without what the allocator holds beside that.
+    """
+    whole = sum(device.values())
+    if receipt.config.get("limited") is True:
+        assert receipt.plan is not None and receipt.vram_allocated_gb is not None
+        pools = receipt.plan["measured_pools"]
+        taken = receipt.vram_allocated_gb + pools["graphs reserved"] - pools["graphs allocated"]
+        return taken, (whole - device["context"] - device["allocator"]) / 1e9
+    if receipt.vram_device_gb is not None:
+        return receipt.vram_device_gb, whole / 1e9
+    assert receipt.vram_reserved_gb is not None and receipt.trainable_parameters is not None
+    return receipt.vram_reserved_gb - 4e-9 * receipt.trainable_parameters, (whole - device["context"]) / 1e9
 
 
-VALIDATION = Path(__file__).parents[4] / "validation"
+@pytest.mark.parametrize("line", CELLS)
+def test_predictions_are_near_what_was_measured(line: str) -> None:
+    """Within 5% of memory and 10% of time, but for known gaps, which are as large as is known.
 
-
-@pytest.mark.parametrize("line", (VALIDATION / "cells_h200_planned.jsonl").read_text(encoding="utf-8").splitlines())
-def test_predictions_are_near_planned_runs(line: str) -> None:
-    """Within 5% of the process's memory and 10% of the time; these runs have shaped the model as well."""
+    These runs have shaped the model; what it says of others is in validation/README.md.
+    """
     receipt = Receipt.model_validate_json(line)
-    if receipt.plan is None:
-        pytest.skip("a run of stock")
-    config = receipt.config
-    stream = StreamConfig(**config["stream"])
-    job = published(receipt.case.split()[0], tokens=config["tokens"])
-    assert receipt.s_step_median is not None and receipt.link_gb_s is not None and receipt.vram_device_gb is not None
-    plan = describe(job, stream, dataclasses.replace(CARDS["h200"], link_gb_s=receipt.link_gb_s))
+    shape, config = receipt.case.split()[0], receipt.config
+    job = published(shape, tokens=config["tokens"], micro_batches=config["accumulation"])
+    link = receipt.link_gb_s or CARDS["h200"].link_gb_s
+    plan = describe(job, StreamConfig(**config["stream"]), dataclasses.replace(CARDS["h200"], link_gb_s=link))
     assert plan.seconds.step == pytest.approx(receipt.s_step_median, rel=0.10)
-    if config.get("limited"):
-        assert receipt.vram_reserved_gb is not None
-        assert (plan.device_bytes - plan.device["context"]) / 1e9 == pytest.approx(receipt.vram_reserved_gb, rel=0.05)
-    elif stream.recompute:  # torch kept what recording had needed, where activations are kept and there was no limit
-        assert plan.device_bytes / 1e9 == pytest.approx(receipt.vram_device_gb, rel=0.05)
+    taken, predicted = memory_of(receipt, plan.device)
+    gap = KNOWN_GAPS.get((shape, receipt.method, config["accumulation"]))
+    if gap is None:
+        assert predicted == pytest.approx(taken, rel=0.05)
+    else:
+        assert predicted / taken - 1 == pytest.approx(gap, abs=0.002)
+        assert abs(gap) > 0.05, "no longer a gap"
+
+
+def test_every_known_gap_is_of_a_receipt() -> None:
+    receipts = [Receipt.model_validate_json(line) for line in CELLS]
+    cells = [(receipt.case.split()[0], receipt.method, receipt.config["accumulation"]) for receipt in receipts]
+    assert len(cells) == 12
+    assert all(cells.count(key) == 1 for key in KNOWN_GAPS)
+
+
+def test_a_budget_that_was_kept_to_is_not_judged_by_itself() -> None:
+    """What torch reserves under a limit is the limit, which is the prediction: to compare them says nothing."""
+    (receipt,) = (one for one in map(Receipt.model_validate_json, CELLS) if one.config.get("limited") is True)
+    assert receipt.plan is not None
+    limit = receipt.plan["vram_budget_gb"] - receipt.plan["components"]["context"]
+    assert receipt.vram_reserved_gb == pytest.approx(limit, abs=0.002)
+    taken, _ = memory_of(receipt, {"context": 0, "allocator": 0})
+    assert taken < limit - 0.3
 
 
 def test_stock_is_near_what_was_measured() -> None:

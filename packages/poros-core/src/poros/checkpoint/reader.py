@@ -173,6 +173,12 @@ def fill_outside(
             empty = placeholder(tables[name].dtype, tuple(tables[name].shape), device)
             module._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
             continue
+        if f"{source}.{QUANT_STATE_KEY}" in shards:
+            stored = {key: shards.read(f"{source}.{key}") for key in (*STORED_PARTS, QUANT_STATE_KEY)}
+            module.weight = bnb.nn.Params4bit.from_prequantized(
+                shards.read(source), stored, device=device, module=module
+            )
+            continue
         value = shards.read(source).to(device=device, dtype=COMPUTE_DTYPE, copy=True)
         if isinstance(module, bnb.nn.Linear4bit) and attribute == "weight":
             storage = module.quant_storage if hasattr(module, "quant_storage") else torch.uint8
@@ -276,12 +282,18 @@ def _stored_parts(shards: Shards, source: str) -> dict[str, Tensor]:
 def _outside(
     skeleton: Skeleton, shards: Shards, prefix: str, problems: list[str], claimed: set[str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Match what lies outside the layers. A tied head may be absent from the files; an untied one may not."""
+    """Match what lies outside the layers. A tied head may be absent from the files; an untied one may not.
+
+    The class that ties is the whole model's, so its config counts and not that of a text part. Where the config ties
+    and the files hold a head of their own, stock goes by the files; Poros refuses.
+    """
     architecture = skeleton.architecture
     inside = f"{architecture.decoder}.{architecture.layers}."
     head = f"{architecture.head}.weight"
     embedding = f"{architecture.decoder}.{architecture.embedding}.weight"
-    is_tied = bool(getattr(skeleton.model.config.get_text_config(), "tie_word_embeddings", False))
+    is_tied = bool(getattr(skeleton.model.config, "tie_word_embeddings", False))
+    # A multimodal checkpoint may keep it beside its text decoder.
+    stored_head = next((name for name in shards.names if name == head or name.endswith(f".{head}")), head)
     outside: dict[str, str] = {}
     for name, tensor in _state(skeleton.model):
         if name.startswith(inside) or (name == head and is_tied):
@@ -289,9 +301,8 @@ def _outside(
         source = (
             prefix + name.removeprefix(f"{architecture.decoder}.") if name.startswith(architecture.decoder) else name
         )
-        if name == head and source not in shards:
-            # A multimodal checkpoint keeps it beside its text decoder.
-            source = next((other for other in shards.names if other.endswith(f".{head}")), name)
+        if name == head:
+            source = stored_head
         if source not in shards:
             why = " (the config says that head and embedding are not tied)" if name == head else ""
             problems.append(f"{source} is missing{why}")
@@ -299,17 +310,26 @@ def _outside(
         claimed.add(source)
         info = shards.info(source)
         if f"{source}.{QUANT_STATE_KEY}" in shards:
-            problems.append(f"{source} is in 4 bit; outside the decoder layers Poros reads 16-bit weights")
+            module = skeleton.model.get_submodule(name.rpartition(".")[0])
+            parts = [f"{source}.{part}" for part in STORED_PARTS]
+            if isinstance(module, bnb.nn.Linear4bit) and all(part in shards for part in parts):
+                claimed.update(parts, [f"{source}.{QUANT_STATE_KEY}"])
+                outside[name] = source
+            else:
+                problems.append(f"{source} is in 4 bit, which Poros reads for linear layers only, with their scales")
             continue
         if info.shape != tuple(tensor.shape):
             problems.append(f"{source} has shape {list(info.shape)}, expected {list(tensor.shape)}")
         if info.dtype not in FLOATS:
             problems.append(f"{source} is {info.dtype}, expected one of bfloat16, float16, float32")
         outside[name] = source
-    if is_tied and head in shards and embedding in outside and not _equal(shards, head, outside[embedding]):
-        problems.append(
-            f"{head} is in the files and differs from the embedding, but the config says that the two are tied"
-        )
+    if is_tied and stored_head in shards and embedding in outside:
+        claimed.add(stored_head)
+        if not _equal(shards, stored_head, outside[embedding]):
+            problems.append(
+                f"{stored_head} is in the files and differs from the embedding, "
+                "but the config says that the two are tied"
+            )
     return outside, ((head,) if is_tied else ())
 
 

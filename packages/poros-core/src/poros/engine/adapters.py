@@ -75,7 +75,9 @@ def narrowed(lora: LoraConfig, architecture: Architecture, config: Any) -> LoraC
     made = copy.deepcopy(lora)
     if made.exclude_modules is None and architecture.has_outer_linears(config):
         made.exclude_modules = rf"(?!{re.escape(f'{architecture.decoder}.{architecture.layers}.')}).*"
-        log.info("adapters are narrowed to the linear layers inside %s.%s", architecture.decoder, architecture.layers)
+        if made.target_modules == "all-linear":
+            inside = f"{architecture.decoder}.{architecture.layers}"
+            log.warning("all-linear is narrowed to the linear layers inside %s", inside)
     return made
 
 
@@ -111,6 +113,22 @@ def check_targets(config: LoraConfig, model: nn.Module) -> None:
             f"the LoRA targets name nothing in this model: {', '.join(unknown)}",
             f"its linear layers: {', '.join(linears)}",
         )
+
+
+def say_coverage(config: LoraConfig, layers: Sequence[nn.Module]) -> None:
+    """Warn of targets that only some layers have: v_proj, say, where global layers use their keys as values.
+
+    Args:
+        config: What peft is given; only targets given by name are looked at.
+        layers: The decoder layers.
+    """
+    targets = config.target_modules
+    for target in sorted(targets) if isinstance(targets, (list, set, tuple)) else ():
+        reached = sum(
+            any(name == target or name.endswith(f".{target}") for name, _ in layer.named_modules()) for layer in layers
+        )
+        if 0 < reached < len(layers):
+            log.warning("the LoRA target %s is in %d of %d layers", target, reached, len(layers))
 
 
 def lora_config(part: LoraPart, revision: str | None = None) -> LoraConfig:

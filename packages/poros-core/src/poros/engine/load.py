@@ -14,7 +14,7 @@ from poros.checkpoint.reader import fill_outside, fill_store, four_bit_weights, 
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, cut_layers, read_model_config
 from poros.config import StreamConfig, StreamOptions, validated
-from poros.engine.adapters import check_lora, check_targets, lora_part, narrowed, with_adapters
+from poros.engine.adapters import check_lora, check_targets, lora_part, narrowed, say_coverage, with_adapters
 from poros.engine.budget import OWN_LOOP, limited, planned
 from poros.engine.engine import Engine, check_trainable, start_streaming
 from poros.engine.loss import check_loss
@@ -134,6 +134,7 @@ def load(
             # Before any weight is read: what is wrong with the adapters comes out now, and the layers' names are known
             # by their modules, which peft leaves in place.
             check_targets(lora, skeleton.model)
+            say_coverage(lora, list(skeleton.decoder.get_submodule(architecture.layers)))  # type: ignore[call-overload]
             if seed is not None:
                 torch.manual_seed(seed)
             streamed = with_adapters(skeleton.model, lora)

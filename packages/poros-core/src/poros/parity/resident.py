@@ -42,7 +42,7 @@ def random_resident(
     def draw(shape: tuple[int, ...], spread: float) -> Tensor:
         return torch.empty(shape, dtype=COMPUTE_DTYPE, device=device).normal_(0, spread, generator=generator)
 
-    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
     for name, module in model.named_modules():
         if tied and name == architecture.head:
             continue

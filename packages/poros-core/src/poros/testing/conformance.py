@@ -218,7 +218,7 @@ class ArchitectureConformance:
         ]
         assert dimensions.hidden == text.hidden_size
         assert dimensions.vocabulary == text.vocab_size
-        assert dimensions.tied == text.tie_word_embeddings
+        assert dimensions.tied == config.tie_word_embeddings
         assert dimensions.has_softcap == (self.architecture.final_softcap(text) is not None)
         assert dimensions.shares == self.architecture.has_side_outputs(text)
         # The stock model, not the skeleton: its parts that text never reaches are absent there, so they count as none.
