@@ -5,9 +5,9 @@
 
 A cell is `resident` (stock) or `poros`, with settings of the stream behind a colon, the micro-batches per optimizer step
 behind an `@` and the tokens of a micro-batch behind a `%`. `vram=least` is the smallest budget that works. Each poros
-cell's receipt holds what was predicted beside what was measured; a run that breaks its budget is said to, and measured
-without a limit. It stands in until poros-bench has its matrix. All cells train the same bytes: the model is built from
-the same seed. Seconds are medians over synchronised steps after the warm-up; `gpu_s_per_step` is the sum of
+cell's receipt holds what was predicted beside what was measured; a run that breaks its budget is measured anew without a
+limit, and its receipt says `limited: "broken"`. It stands in until poros-bench has its matrix. All cells train the same
+bytes: the model is built from the same seed. Seconds are medians over synchronised steps after the warm-up; `gpu_s_per_step` is the sum of
 kernel times of one step from the profiler, copies from the host left out.
 """
 
@@ -261,8 +261,6 @@ def main() -> None:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if stream is not None and plan is not None and not arguments.no_limit:
-            enforce(plan, default_device())
         return model
 
     model, setting = None, ""
@@ -273,7 +271,8 @@ def main() -> None:
             accumulation, tokens = int(micro or 1), int(length or arguments.tokens)
             method, _, options = name.partition(":")
             stream = yaml.safe_load("{" + options.replace("=", ": ") + "}") if method == "poros" else None
-            wanted = f"{name} {length}" if stream is not None and "vram" in stream else name  # plans are for a length
+            # A plan is for one amount of work.
+            wanted = f"{rest}%{length}" if stream is not None and "vram" in stream else name
             if model is None or wanted != setting:
                 if model is not None and setting.startswith("poros"):
                     poros.close(model)
@@ -285,6 +284,9 @@ def main() -> None:
                     parameter.copy_(value)
                     parameter.grad = None
             engine = engine_of(model) if stream is not None else None
+            limited: bool | str = engine is not None and engine.plan is not None and not arguments.no_limit
+            if limited:
+                enforce(engine.plan, default_device())
             if arguments.peaks and engine is not None:
                 peaks.start()
             steps = Steps(model, accumulation, tokens, engine.accumulate if engine else one_by_one)
@@ -292,14 +294,13 @@ def main() -> None:
                 steps()
                 peaks.report(16)
             run = partial(measure, steps, arguments.steps, arguments.warm_up, engine, arguments.trace if engine else None)
-            limited = engine is not None and engine.plan is not None and not arguments.no_limit
             try:
                 measured = run()
             except torch.OutOfMemoryError as error:
                 if not limited:
                     raise
                 print(f"  over its budget: {str(error).splitlines()[0]}")
-                limited = False
+                limited = "broken"
                 lift(default_device())
                 for parameter in adapters_of(model).values():
                     parameter.grad = None
