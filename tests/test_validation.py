@@ -43,6 +43,17 @@ def test_tables_are_those_of_the_receipts(tables: list[str]) -> None:
     for table in tables:
         assert table in page
     assert tables[0] in (ROOT / "README.md").read_text()
+    exceptions = load(VALIDATION / "tables.py").exceptions()
+    assert len(exceptions.splitlines()) == 2 + 3
+    assert exceptions in (ROOT / "docs" / "planning.md").read_text()
+
+
+@pytest.mark.parametrize(("limited", "said"), [(True, ", kept to"), ("broken", ", broken"), (False, ""), (None, "")])
+def test_a_broken_budget_is_told_from_one_that_was_kept(tmp_path: Path, limited: Any, said: str) -> None:
+    last = read_receipts(VALIDATION / "cells_h200_planned.jsonl")[-1]
+    last.model_copy(update={"config": {**last.config, "limited": limited}}).append(tmp_path / "cells.jsonl")
+    row = load(VALIDATION / "tables.py").planned(str(tmp_path / "cells.jsonl")).splitlines()[-1]
+    assert row.split(" | ")[2] == f"smallest{said}"
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in VALIDATION.glob("*.jsonl")))

@@ -5,8 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+from poros.config import StreamConfig
+from poros.plan.cards import CARDS
+from poros.plan.job import Job
+from poros.plan.search import Plan, describe
+from poros.plugins import load_plugins
 from poros.receipt import Receipt, read_receipts
 
 HERE = Path(__file__).parent
@@ -18,6 +24,9 @@ SETTINGS = {
     "executor=eager": "two slots, eager",
 }
 
+
+KEPT_TO = {True: ", kept to", "broken": ", broken"}
+"""What `limited` of a receipt says of its budget; without it none was enforced."""
 
 PLACES = ("embedding", "head", "optimizer", "gradients", "boundaries")
 
@@ -98,7 +107,7 @@ def planned(*files: str) -> str:
         row = [
             _shown(receipt.case),
             str(tokens),
-            {"least": "smallest"}.get(budget, budget) + (", kept to" if receipt.config.get("limited") else ""),
+            {"least": "smallest"}.get(budget, budget) + KEPT_TO.get(receipt.config.get("limited", False), ""),
             _number(receipt.vram_reserved_gb, 2),
             _number(whole, 2),
             "-" if whole is None else f"{plan['predicted_vram_gb'] / whole - 1:+.1%}",
@@ -111,12 +120,84 @@ def planned(*files: str) -> str:
     return "\n".join(lines)
 
 
-def checks(*files: str) -> str:
-    """One line per run of the gate."""
+def plan_today(receipt: Receipt) -> Plan:
+    """What a cell is predicted to take and to need by the model as it is now, at the link's speed of that day."""
+    shape, config = receipt.case.split()[0], receipt.config
+    family, values = next(
+        (family, one.config) for family in load_plugins().architectures() for one in family.published if one.id == shape
+    )
+    assert family.dimensions is not None
+    job = Job(dimensions=family.dimensions(values), tokens=config["tokens"], micro_batches=config["accumulation"])
+    link = receipt.link_gb_s or CARDS["h200"].link_gb_s
+    return describe(job, StreamConfig(**config["stream"]), dataclasses.replace(CARDS["h200"], link_gb_s=link))
+
+
+def memory_today(receipt: Receipt) -> tuple[str, float, float]:
+    """What of a cell's memory can be compared, what it took of that, and what it is predicted to take, in GB.
+
+    The whole process, as the driver counts it. Where nobody asked the driver: what torch reserved, less a copy of the adapters
+    that the measuring script held. Where a budget was kept to, what torch reserved is the budget: there it is what was
+    allocated at the fullest moment, with the memory of recorded graphs, which isn't counted as allocated.
+    """
+    plan = plan_today(receipt)
+    whole, context = plan.device_bytes / 1e9, plan.device["context"] / 1e9
+    if receipt.config.get("limited") is True:
+        assert receipt.plan is not None and receipt.vram_allocated_gb is not None
+        pools = receipt.plan["measured_pools"]
+        in_graphs = pools["graphs reserved"] - pools["graphs allocated"]
+        return "allocated", receipt.vram_allocated_gb + in_graphs, whole - context - plan.device["allocator"] / 1e9
+    if receipt.vram_device_gb is not None:
+        return "process", receipt.vram_device_gb, whole
+    assert receipt.vram_reserved_gb is not None and receipt.trainable_parameters is not None
+    return "reserved", receipt.vram_reserved_gb - 4 * receipt.trainable_parameters / 1e9, whole - context
+
+
+FITTED = ("cells_h200.jsonl", "cells_h200_planned.jsonl")
+"""The cells that have shaped the model of memory and time."""
+
+
+def predictions(*files: str) -> str:
+    """What the model of memory and time, as it is now, says of each cell, beside what was measured."""
+    lines = ["| case | tokens | settings | GB | taken | predicted | off | s | predicted | off |", "|---" * 10 + "|"]
+    for receipt in (receipt for file in files for receipt in read_receipts(HERE / file)):
+        if not receipt.method.startswith("poros"):
+            continue
+        assert receipt.s_step_median is not None
+        what, taken, predicted = memory_today(receipt)
+        seconds = plan_today(receipt).seconds.step
+        micro_batches = receipt.config["accumulation"]
+        settings = receipt.method.partition(":")[2]
+        row = [
+            _shown(receipt.case),
+            str(receipt.config["tokens"]) + (f" x {micro_batches}" if micro_batches > 1 else ""),
+            SETTINGS.get(settings) or settings.partition("vram=")[2].replace("least", "smallest budget"),
+            what,
+            _number(taken, 2),
+            _number(predicted, 2),
+            f"{predicted / taken - 1:+.1%}",
+            _number(receipt.s_step_median),
+            _number(seconds),
+            f"{seconds / receipt.s_step_median - 1:+.1%}",
+        ]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def exceptions() -> str:
+    """The cells whose memory is predicted more than 5% wrong."""
+    head, rule, *rows = predictions(*FITTED).splitlines()
+    found = [row for row in rows if abs(float(row.split(" | ")[6].rstrip("%"))) > 5]
+    return "\n".join([*(line.rsplit("|", 4)[0] + "|" for line in (head, rule, *found))])
+
+
+def checks(*files: str, memory: bool = False) -> str:
+    """One line per run of the gate; with the memory that was planned and taken for the whole process, in GB."""
     lines = [
         "| model | attention | executor | settings | steps x micro-batches x rows x tokens | dropout | verdict |",
         "|---|---|---|---|---|---|---|",
     ]
+    if memory:
+        lines = [lines[0] + " predicted GB | process GB |", lines[1] + "---|---|"]
     for file in files:
         for receipt in read_receipts(HERE / file):
             work, stream = receipt.config["work"], receipt.config["stream"]
@@ -142,6 +223,8 @@ def checks(*files: str) -> str:
                 str(receipt.config["lora"]["dropout"]),
                 verdict,
             ]
+            if memory:
+                row += [_number(receipt.plan and receipt.plan["predicted_vram_gb"]), _number(receipt.vram_device_gb)]
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
@@ -185,7 +268,8 @@ def tables() -> list[str]:
         checks("gpu_long_h200.jsonl"),
         checks("gpu_parity_h200.jsonl", "gpu_parity_h200_first.jsonl"),
         planned("cells_h200_planned.jsonl"),
-        checks("gpu_planned_h200.jsonl"),
+        predictions(*FITTED),
+        checks("gpu_planned_h200.jsonl", memory=True),
         checks("gpu_families_h200.jsonl", "gpu_real_gemma3_270m_h200.jsonl"),
     ]
 
