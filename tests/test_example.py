@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ EXAMPLE = ROOT / "examples" / "poros-arch-llama"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    pytest.importorskip("hatchling", reason="needed to build the example without a network")
     target = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(target), str(EXAMPLE)], check=True)
@@ -29,17 +29,8 @@ def test_the_example_is_listed(environment: dict[str, str]) -> None:
 
 
 def test_the_example_conforms(environment: dict[str, str]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-k",
-        "untied or scaled or published",
-        str(EXAMPLE),
-    ]
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(EXAMPLE)]
     done = subprocess.run(command, env=environment, cwd=EXAMPLE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "[100%]" in done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) >= 40, done.stdout[-500:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import tomllib
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from poros import hookspecs
+from poros.architecture import Architecture
 from poros.config import Part, RunConfig, load_config
 from poros_bench import hookspecs as bench_hookspecs
 
@@ -194,6 +196,13 @@ def test_links_between_documents_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_every_field_of_an_architecture_is_in_its_document() -> None:
+    text = (ROOT / "docs" / "adding-an-architecture.md").read_text()
+    table = "".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
+    for field in dataclasses.fields(Architecture):
+        assert f"`{field.name}`" in table, field.name
 
 
 def test_the_tests_that_documents_name_exist() -> None:

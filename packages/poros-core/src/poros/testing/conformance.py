@@ -260,8 +260,7 @@ class ArchitectureConformance:
 
     def test_parity_cases_have_names_of_their_own(self) -> None:
         names = [case.name for case in self.architecture.parity_cases]
-        assert names
-        assert len(names) == len(set(names))
+        assert 0 < len(names) == len(set(names))
 
     # -- the proof ----------------------------------------------------------------------------------------------------
 
