@@ -158,7 +158,7 @@ def check(
     with attention_path(attention), ExitStack() as cleanup:
         announce("preparing the model", 0, total)
         setting = cut_to_fit(model, revision, Setting(lora, work.seed, stream, where, plugins, layers), work)
-        setting = planned_setting(model, revision, setting, work.batch_size * work.length, work.accumulation)
+        setting = planned_setting(model, revision, setting, work)
         source = find_source(model, revision, setting)
         stock_model = source.stock()
         make_adapters_count(stock_model, work.seed)

@@ -91,7 +91,7 @@ def check_in_lockstep(
         announce("preparing the models", 0, work.steps)
         setting = Setting(lora, work.seed, stream, where, plugins or load_plugins(), layers)
         setting = cut_to_fit(model, revision, setting, work, beside=True)
-        setting = planned_setting(model, revision, setting, work.batch_size * work.length, work.accumulation)
+        setting = planned_setting(model, revision, setting, work)
         source = find_source(model, revision, setting)
         models = source.stock(), source.streamed_beside()
         engine = engine_of(models[1])

@@ -21,7 +21,7 @@ from poros.engine.load import load
 from poros.engine.parts import config_of
 from poros.errors import PorosError
 from poros.parity.resident import random_resident
-from poros.parity.stock import load_stock
+from poros.parity.stock import Work, load_stock
 from poros.plan.search import Plan
 from poros.plugins import Plugins
 
@@ -176,14 +176,13 @@ def find_published(model: str, plugins: Plugins) -> tuple[Architecture, Publishe
     return None if Path(model).exists() else plugins.published(model)
 
 
-def planned_setting(model: str, revision: str | None, setting: Setting, tokens: int, micro_batches: int) -> Setting:
+def planned_setting(model: str, revision: str | None, setting: Setting, work: Work) -> Setting:
     """The setting with a plan in it, if its stream has a budget.
 
     Args:
         model, revision: As for `find_source`.
         setting: The rest.
-        tokens: Of a micro-batch, padding included.
-        micro_batches: Per optimizer step.
+        work: What will be trained.
 
     Raises:
         PorosError: the budget is too small.
@@ -201,8 +200,10 @@ def planned_setting(model: str, revision: str | None, setting: Setting, tokens: 
         architecture,
         values,
         lora_part(setting.lora),
-        tokens=tokens,
-        micro_batches=micro_batches,
+        tokens=work.batch_size * work.length,
+        rows=work.batch_size,
+        padded=work.padded and work.batch_size > 1,  # every other row is
+        micro_batches=work.accumulation,
         num_layers=setting.num_layers,
         device=setting.device,
     )
