@@ -80,9 +80,13 @@ def count(xml: Path) -> dict[str, dict[str, int]]:
 
 
 def commit() -> str:
-    """The commit of this tree, marked if tracked files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    return subprocess.run(command, cwd=HERE, check=True, capture_output=True, text=True).stdout.strip()
+    """The commit of this tree, marked if tracked files differ from it; what the stacks before found doesn't count."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=HERE, check=True, capture_output=True, text=True).stdout
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)validation/stacks.json")
+    return git("rev-parse", "--short=7", "HEAD").strip() + ("-dirty" if changed.strip() else "")
 
 
 def collect(stack: str, xml: Path, results: Path = RESULTS) -> bool:
