@@ -292,8 +292,7 @@ def _outside(
     head = f"{architecture.head}.weight"
     embedding = f"{architecture.decoder}.{architecture.embedding}.weight"
     is_tied = bool(getattr(skeleton.model.config, "tie_word_embeddings", False))
-    # A multimodal checkpoint may keep it beside its text decoder.
-    stored_head = next((name for name in shards.names if name == head or name.endswith(f".{head}")), head)
+    stored_head = _stored_head(shards, head, prefix, problems)
     outside: dict[str, str] = {}
     for name, tensor in _state(skeleton.model):
         if name.startswith(inside) or (name == head and is_tied):
@@ -331,6 +330,22 @@ def _outside(
                 "but the config says that the two are tied"
             )
     return outside, ((head,) if is_tied else ())
+
+
+def _stored_head(shards: Shards, head: str, prefix: str, problems: list[str]) -> str:
+    """What the head is called in the files: as in the model, or else beside the text decoder.
+
+    A multimodal checkpoint may keep it there, under a part of the decoder's path. What merely ends in the same name, as
+    the head of a draft model that was saved with it, is another head.
+    """
+    if head in shards:
+        return head
+    found = [
+        name for name in shards.names if name.endswith(f".{head}") and f".{name.removesuffix(head)}" in f".{prefix}"
+    ]
+    if len(found) > 1:
+        problems.append(f"{' and '.join(found)} are in the files, and only one of them can be the head")
+    return found[0] if found else head
 
 
 def _equal(shards: Shards, one: str, other: str) -> bool:
