@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +88,167 @@ def test_there_is_no_way_round() -> None:
             @pytest.mark.xfail(reason="calls the test, if it ran")
             def test_kept_activations(self, case: Any, checkpoint: Any, plugins: Any) -> None:
                 super().test_kept_activations(case, checkpoint, plugins)
+
+
+REASON = "the family has no layer that could be kept"
+
+
+def test_an_excused_test_runs_and_does_all_that_it_did() -> None:
+    """Ways to look excused, and to pass or to be passed over by doing less."""
+
+    def not_run() -> None:
+        class NotRun(ArchitectureConformance):
+            @pytest.mark.xfail(reason=REASON, run=False)
+            def test_kept_activations(self, case: Any, checkpoint: Any, plugins: Any) -> None:
+                super().test_kept_activations(case, checkpoint, plugins)
+
+    def only_named() -> None:
+        class OnlyNamed(ArchitectureConformance):
+            @pytest.mark.xfail(reason=REASON)
+            def test_kept_activations(self, case: Any, checkpoint: Any, plugins: Any) -> None:
+                super().test_kept_activations  # noqa: B018
+
+    def called_late() -> None:
+        class CalledLate(ArchitectureConformance):
+            @pytest.mark.xfail(reason=REASON)
+            def test_kept_activations(self, case: Any, checkpoint: Any, plugins: Any) -> None:
+                if case is not None:
+                    pytest.skip("it is called behind this")
+                super().test_kept_activations(case, checkpoint, plugins)
+
+    def caught() -> None:
+        class Caught(ArchitectureConformance):
+            @pytest.mark.xfail(False, reason=REASON)
+            def test_kept_activations(self, case: Any, checkpoint: Any, plugins: Any) -> None:
+                with contextlib.suppress(AssertionError):
+                    super().test_kept_activations(case, checkpoint, plugins)
+
+    def other_test() -> None:
+        class OtherTest(ArchitectureConformance):
+            @pytest.mark.xfail(reason=REASON)
+            def test_kept_activations(self, case: Any, checkpoint: Any, plugins: Any) -> None:
+                super().test_evaluation_equals_stock(case, checkpoint, plugins)
+
+    def of_one_shape() -> None:
+        class OfOneShape(ArchitectureConformance):
+            @pytest.mark.xfail(reason=REASON)
+            def test_every_surface(
+                self, case: Any, padded: bool, block_size: int, checkpoint: Any, plugins: Any
+            ) -> None:
+                super().test_every_surface(case, False, block_size, checkpoint, plugins)
+
+    def without_arguments() -> None:
+        class WithoutArguments(ArchitectureConformance):
+            @pytest.mark.xfail(reason=REASON)  # by the TypeError of the call
+            def test_kept_activations(self, case: Any) -> None:  # type: ignore[override]
+                super().test_kept_activations(case)  # type: ignore[call-arg]
+
+    def with_defaults() -> None:
+        class WithDefaults(ArchitectureConformance):
+            @pytest.mark.xfail(reason=REASON)  # pytest gives nothing to an argument that has a default
+            def test_kept_activations(self, case: Any = None, checkpoint: Any = None, plugins: Any = None) -> None:
+                super().test_kept_activations(case, checkpoint, plugins)
+
+    def skipping(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(self: Any, *args: Any, **named: Any) -> None:
+            pytest.skip("before anything is called")
+
+        return wrapped
+
+    def wrapped() -> None:
+        class Wrapped(ArchitectureConformance):
+            @skipping
+            @pytest.mark.xfail(reason=REASON)
+            def test_kept_activations(self, case: Any, checkpoint: Any, plugins: Any) -> None:
+                super().test_kept_activations(case, checkpoint, plugins)
+
+    def between() -> None:
+        class Empty:
+            def test_kept_activations(self, case: Any, checkpoint: Any, plugins: Any) -> None:
+                pass
+
+        class Between(Empty, ArchitectureConformance):  # type: ignore[misc]
+            @pytest.mark.xfail(reason=REASON)
+            def test_kept_activations(self, case: Any, checkpoint: Any, plugins: Any) -> None:
+                super().test_kept_activations(case, checkpoint, plugins)
+
+    for define in (
+        *(not_run, only_named, called_late, caught, other_test, without_arguments, with_defaults, wrapped, between),
+    ):
+        call = r"super\(\).test_kept_activations\(case, checkpoint, plugins\)"
+        with pytest.raises(TypeError, match=f"overrides test_kept_activations.* without run.*{call}"):
+            define()
+    with pytest.raises(TypeError, match="OfOneShape overrides test_every_surface"):
+        of_one_shape()
+
+
+def test_nothing_around_the_tests_can_skip_them() -> None:
+    def fixture() -> None:
+        class Around(ArchitectureConformance):
+            @pytest.fixture(autouse=True)
+            def mine(self) -> None:
+                pytest.skip("all of them")
+
+    def mixed_in() -> None:
+        class Mixin:
+            @pytest.fixture(autouse=True, scope="class")
+            def mine(self) -> None:
+                pytest.skip("all of them")
+
+        class Around(Mixin, ArchitectureConformance):
+            pass
+
+    for define in (fixture, mixed_in):
+        with pytest.raises(TypeError, match="Around brings mine"):
+            define()
+    for name in ("setup_method", "setup_class", "teardown_method", "teardown_class"):
+        with pytest.raises(TypeError, match=f"Around brings {name}"):
+            type("Around", (ArchitectureConformance,), {name: lambda self: pytest.skip("all of them")})
+    for mark in (pytest.mark.usefixtures("mine"), pytest.mark.parametrize("checkpoint", [])):
+        with pytest.raises(TypeError, match=f"Around is marked {mark.name}"):
+            type("Around", (ArchitectureConformance,), {"pytestmark": [mark]})
+
+
+def test_a_class_that_is_marked_once_it_is_made_is_refused_when_it_is_collected(families: Any) -> None:
+    @pytest.mark.skipif(True, reason="later")
+    class Decorated(ArchitectureConformance):
+        architecture = families["qwen2"]
+
+    with pytest.raises(TypeError, match="Decorated is marked skipif"):
+        Decorated().pytest_generate_tests(SimpleNamespace(fixturenames=()))
+
+
+def test_an_override_runs_for_the_parameters_of_the_original() -> None:
+    """pytest doesn't inherit them, and a test without them would be an error that xfail excuses."""
+
+    class Excused(ArchitectureConformance):
+        @pytest.mark.xfail(reason="the family can't be padded")
+        def test_every_surface(self, case: Any, padded: bool, block_size: int, checkpoint: Any, plugins: Any) -> None:
+            super().test_every_surface(case, padded, block_size, checkpoint, plugins)
+
+    class Again(ArchitectureConformance):
+        @pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
+        @pytest.mark.parametrize("block_size", [1, 3])
+        @pytest.mark.xfail(reason="the family can't be padded")
+        def test_every_surface(self, case: Any, padded: bool, block_size: int, checkpoint: Any, plugins: Any) -> None:
+            super().test_every_surface(case, padded, block_size, checkpoint, plugins)
+
+    for made in (Excused, Again):
+        marks = [mark for mark in made.test_every_surface.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
+        assert {mark.args[0]: mark.args[1] for mark in marks} == {"padded": [True, False], "block_size": [1, 3]}
+        assert len(marks) == 2
+
+    with pytest.raises(TypeError, match="Fewer overrides test_every_surface with other parameters"):
+
+        class Fewer(ArchitectureConformance):
+            @pytest.mark.parametrize("padded", [False])
+            @pytest.mark.parametrize("block_size", [1])
+            @pytest.mark.xfail(reason="the family can't be padded")
+            def test_every_surface(
+                self, case: Any, padded: bool, block_size: int, checkpoint: Any, plugins: Any
+            ) -> None:
+                super().test_every_surface(case, padded, block_size, checkpoint, plugins)
 
 
 def test_every_family_in_this_repository_is_proven(plugins: Plugins) -> None:

@@ -7,7 +7,7 @@
         architecture = MINE
 
 It needs nothing but the `Architecture`, and runs on a CPU in tens of seconds. A test may be overridden only to say why
-it can't pass yet: the overriding method must be marked `pytest.mark.xfail(reason=...)` and call the test it overrides.
+it can't pass yet: by a method that is marked `pytest.mark.xfail(reason=...)` and begins by calling the original.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from poros.parity.surfaces import SURFACES, Comparison, compare
 from poros.plan.fit import dimensions_of
 from poros.plugins import Plugins, load_plugins
 from poros.testing.checkpoints import make_checkpoint
-from poros.testing.layers import byte_that_counts, plain_attributes, restored_fields
+from poros.testing.layers import byte_that_counts, outer_elements, plain_attributes, restored_fields
 from poros.testing.models import all_tensors, evaluated, lora, marks, text_part
 from poros.testing.overrides import check_overrides
 
@@ -73,6 +73,7 @@ class ArchitectureConformance:
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One run of a test per parity case, quirk or published shape."""
+        check_overrides(type(self), ArchitectureConformance)  # again: decorators mark a class after it is made
         lots: dict[str, list[Any]] = {
             "case": list(self.architecture.parity_cases),
             "quirk": [case for case in self.architecture.parity_cases if case.quirk],
@@ -221,20 +222,11 @@ class ArchitectureConformance:
         assert dimensions.tied == config.tie_word_embeddings
         assert dimensions.has_softcap == (self.architecture.final_softcap(text) is not None)
         assert dimensions.shares == self.architecture.has_side_outputs(text)
-        # The stock model, not the skeleton: its parts that text never reaches are absent there, so they count as none.
-        named = dict(skeleton.model.named_parameters())
-        outer = {name: p for name, p in named.items() if f".{self.architecture.layers}." not in name}
-        linears = dimensions.outer_linears
-        sizes = sum(math.prod(shape) for shape in (*dimensions.tables.values(), *linears.values()))
         matrices = (1 if dimensions.tied else 2) * dimensions.vocabulary * dimensions.hidden
-        logical = {
-            name: math.prod(next(shape for key, shape in linears.items() if f".{key}." in name))
-            if any(f".{key}." in name for key in linears)
-            else p.numel()
-            for name, p in outer.items()
-            if not (dimensions.tied and name == f"{self.architecture.head}.weight")
-        }
-        assert sum(logical.values()) == sizes + matrices + dimensions.outer_vectors
+        sizes = (*dimensions.tables.values(), *dimensions.outer_linears.values())
+        assert outer_elements(skeleton, dimensions.outer_linears, dimensions.tied) == (
+            sum(map(math.prod, sizes)) + matrices + dimensions.outer_vectors
+        )
 
     def test_a_model_with_random_weights_computes_something(self, case: ParityCase) -> None:
         """Published shapes are checked and timed with random weights, and NaN is equal to nothing."""

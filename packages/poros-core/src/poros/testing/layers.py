@@ -1,14 +1,16 @@
-"""What the conformance suite looks at in single layers: their fields, bytes that count, and what isn't a tensor."""
+"""What the conformance suite looks at in single layers (fields, bytes that count, what isn't a tensor) and outside."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from poros.checkpoint.frozen import FrozenTensor
 from poros.checkpoint.packing import Field, Packing
+from poros.checkpoint.skeleton import Skeleton
 
 NUMBERS = frozenset({"layer_idx"})
 """Attributes that number a layer and change nothing in it."""
@@ -22,6 +24,23 @@ def restored_fields(places: Sequence[FrozenTensor], packing: Packing) -> Iterato
         elif not place.part:
             owner: Any = place.owner
             yield field, (owner.out_features, owner.in_features)
+
+
+def outer_elements(skeleton: Skeleton, linears: Mapping[str, tuple[int, int]], tied: bool) -> int:
+    """Elements of all parameters outside the layers: of weights in 4 bit before they are packed, of a tied head none.
+
+    Args:
+        skeleton: Without the parts that text never reaches, which count as none.
+        linears: Linear layers outside the layers, the head apart: name -> (out, in).
+        tied: Whether head and embedding are one.
+    """
+    architecture, elements = skeleton.architecture, 0
+    for name, parameter in skeleton.model.named_parameters():
+        if f".{architecture.layers}." in name or (tied and name == f"{architecture.head}.weight"):
+            continue
+        shape = next((shape for key, shape in linears.items() if f".{key}." in name), None)
+        elements += parameter.numel() if shape is None else math.prod(shape)
+    return elements
 
 
 def byte_that_counts(field: Field, packing: Packing, slab: Tensor) -> int:
