@@ -251,6 +251,24 @@ def test_an_override_runs_for_the_parameters_of_the_original() -> None:
                 super().test_every_surface(case, padded, block_size, checkpoint, plugins)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "gemma3_multimodal"])
+def test_a_multimodal_family_must_name_its_text_tower(
+    family: str, families: Any, checkpoint: Any, plugins: Plugins, tmp_path: Path
+) -> None:
+    """A comparison of two classes that isn't made must not look like one that there is no need of."""
+
+    class Forgetful(ArchitectureConformance):
+        architecture = families[family]
+
+    case = families[family].parity_cases[0]
+    multimodal = family.endswith("multimodal")
+    expected: Any = AssertionError if multimodal else pytest.skip.Exception
+    with pytest.raises(expected, match="as text_only" if multimodal else "the family has one class"):
+        Forgetful().test_text_only_and_multimodal_class_agree(
+            case, lambda case: checkpoint(family, dict(case.config)), tmp_path, plugins
+        )
+
+
 def test_every_family_in_this_repository_is_proven(plugins: Plugins) -> None:
     """By a class of its own in the tests of the package that brings it; other installed packages prove theirs."""
     for package in sorted(ROOT.glob("packages/poros-arch-*")):
