@@ -24,7 +24,8 @@ class Unsupported:
 
     Attributes:
         name: What it is, as a user would call it ("mixture of experts").
-        applies: Whether a text config describes such a checkpoint.
+        applies: Whether a text config describes such a checkpoint. Plans ask it too, of what `config.json` says
+            alone: it must bear that any value is missing.
         hint: What to do instead.
         example: Values of a tiny text config that it applies to, by which the refusal is tested.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from peft import LoraConfig
 
 import poros
-from poros.architecture import Architecture
+from poros.architecture import Architecture, Unsupported
 from poros.checkpoint.shards import Shards
 from poros.config import LoraPart, StreamConfig, parse_size
 from poros.engine import attach as attaching
@@ -149,12 +150,27 @@ def test_auto_needs_a_gpu() -> None:
 
 
 def test_what_can_not_be_planned_is_said(families: dict[str, Architecture]) -> None:
-    import dataclasses
-
     with pytest.raises(UnsupportedError, match="hidden_size"):
         dimensions_of(families["qwen2"], {"model_type": "qwen2"})
     with pytest.raises(UnsupportedError, match="can't be planned"):
         dimensions_of(dataclasses.replace(families["qwen2"], dimensions=None), {})
+
+
+def test_a_predicate_that_needs_a_value_names_it(families: dict[str, Architecture]) -> None:
+    """Plans know `config.json` alone; a config of transformers has a default for all that it leaves out."""
+    item = Unsupported(name="many experts", applies=lambda config: config.num_experts > 1, example={"num_experts": 4})
+    family = dataclasses.replace(families["qwen2"], unsupported=(item,))
+    values = family.tiny_config
+    for config in (values, {"model_type": "outer", "text_config": values}):
+        with pytest.raises(
+            UnsupportedError, match=r"config\.json has no num_experts, by which the family qwen2"
+        ) as caught:
+            dimensions_of(family, config)
+        assert "getattr(config, 'num_experts'" in caught.value.hint
+    assert dimensions_of(family, {**values, "num_experts": 0}).hidden == values["hidden_size"]
+    wrong = dataclasses.replace(item, applies=lambda config: config.hidden_size.nonsense)
+    with pytest.raises(AttributeError, match="nonsense"):  # no value is missing: the predicate is wrong
+        dimensions_of(dataclasses.replace(family, unsupported=(wrong,)), values)
 
 
 def test_a_cpu_has_no_context_and_no_process_bytes() -> None:

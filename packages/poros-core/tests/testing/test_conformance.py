@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import re
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from poros.architecture import Unsupported
+from poros.errors import UnsupportedError
 from poros.plugins import Plugins
 from poros.testing.conformance import ArchitectureConformance
 
@@ -267,6 +270,17 @@ def test_a_multimodal_family_must_name_its_text_tower(
         Forgetful().test_text_only_and_multimodal_class_agree(
             case, lambda case: checkpoint(family, dict(case.config)), tmp_path, plugins
         )
+
+
+def test_published_shapes_are_planned_as_the_command_line_plans_them(families: Any) -> None:
+    """With what the family refuses: a predicate that can't bear a missing value would stop every plan."""
+    item = Unsupported(name="many experts", applies=lambda config: config.num_experts > 1, example={"num_experts": 4})
+
+    class Demanding(ArchitectureConformance):
+        architecture = dataclasses.replace(families["qwen2"], unsupported=(item,))
+
+    with pytest.raises(UnsupportedError, match="has no num_experts"):
+        Demanding().test_published_shapes_can_be_planned(Demanding.architecture.published[0])
 
 
 def test_every_family_in_this_repository_is_proven(plugins: Plugins) -> None:

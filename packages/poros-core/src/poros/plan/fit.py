@@ -23,7 +23,17 @@ def dimensions_of(architecture: Architecture, config: Values) -> ModelDimensions
     Raises:
         UnsupportedError: the family can't be planned or refuses such a checkpoint by name, or the config lacks a value.
     """
-    refusal = architecture.refusal(SimpleNamespace(**text_values(config)))
+    plain = SimpleNamespace(**text_values(config))
+    try:
+        refusal = architecture.refusal(plain)
+    except AttributeError as error:
+        if error.obj is not plain:
+            raise
+        # A config of transformers would have the value's default.
+        raise UnsupportedError(
+            f"config.json has no {error.name}, by which the family {architecture.family} tells what it refuses",
+            f"add {error.name} to it; the family's predicate should read getattr(config, {error.name!r}, its default)",
+        ) from error
     if refusal is not None:
         raise UnsupportedError(f"{refusal.name} is not supported ({config.get('model_type')})", refusal.hint)
     if architecture.dimensions is None:

@@ -34,7 +34,7 @@ from poros.checkpoint.reader import make_packings, plan_reading
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, read_model_config
 from poros.config import LoraPart
-from poros.dimensions import aligned, text_values
+from poros.dimensions import aligned
 from poros.engine.adapters import lora_config, narrowed
 from poros.engine.attention import attention_path
 from poros.engine.engine import engine_of
@@ -196,8 +196,8 @@ class ArchitectureConformance:
         assert self.architecture.refusal(config) is None
 
     def test_published_shapes_can_be_planned(self, shape: PublishedShape) -> None:
-        assert self.architecture.dimensions is not None, "give the family its `dimensions`"
-        dimensions = self.architecture.dimensions(text_values(shape.config))
+        """From their own values alone: what they leave out has no default there, for what is refused neither."""
+        dimensions = dimensions_of(self.architecture, shape.config)
         assert dimensions.parameters == shape.parameters
         assert len(dimensions.layers) == shape.config["num_hidden_layers"]
 
@@ -206,9 +206,7 @@ class ArchitectureConformance:
         if self.architecture.dimensions is None:
             pytest.skip("the family has no `dimensions`, so its models can't be planned")
         directory = checkpoint(case)
-        dimensions = self.architecture.dimensions(
-            text_values(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-        )
+        dimensions = dimensions_of(self.architecture, json.loads((directory / "config.json").read_text("utf-8")))
         config = read_model_config(directory, self.architecture)
         text = config.get_text_config()
         skeleton = build_skeleton(config, self.architecture, CPU, None, directory)
