@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ from poros.receipt import read_receipts
 
 ROOT = Path(__file__).parents[1]
 VALIDATION = ROOT / "validation"
+STACKS = sorted((ROOT / "stacks").glob("*.txt"))
 
 
 def load(path: Path) -> Any:
@@ -66,6 +68,41 @@ def test_every_receipt_is_valid_and_described(file: str) -> None:
 def test_the_table_of_stacks_is_what_was_found(stacks: Any) -> None:
     assert stacks.table() in (ROOT / "docs" / "stacks.md").read_text()
     assert " failed" not in stacks.table()
+
+
+def found_wrong(columns: dict[str, Any], shown: tuple[str, ...]) -> list[str]:
+    """Why a table is not what one tree gave on the stacks of this one."""
+    pinned = {path.stem: dict(re.findall(r"^([\w-]+)==([\w.]+)", path.read_text(), re.M)) for path in STACKS}
+    wrong = [] if columns.keys() == pinned.keys() else ["a column of its own for every stack"]
+    if len({column["commit"] for column in columns.values()}) != 1:
+        wrong.append("of several commits")
+    for stack, column in columns.items():
+        installed = column.get("installed", {})
+        if not re.fullmatch("[0-9a-f]{7,40}", column["commit"]):
+            wrong.append(f"{stack}: {column['commit']} is no commit")
+        if set(shown) - installed.keys():
+            wrong.append(f"{stack}: the versions that were installed are not kept")
+        for name, version in pinned.get(stack, {}).items():
+            if name in installed and installed[name].partition("+")[0] != version:
+                wrong.append(f"{stack}: {name} {installed[name]} is not what the stack pins")
+    return wrong
+
+
+def test_the_table_of_stacks_is_of_one_tree(stacks: Any) -> None:
+    """Which a column without the installed versions, or of a tree that no commit holds, would not show."""
+    text = stacks.RESULTS.read_text()
+    assert found_wrong(json.loads(text), stacks.SHOWN) == []
+    for damage, words in (
+        (lambda columns: columns["torch211"].pop("installed"), "torch211: the versions that were installed"),
+        (lambda columns: columns["torch212"]["installed"].pop("peft"), "torch212: the versions that were installed"),
+        (lambda columns: columns["torch210"]["installed"].update(torch="2.9.0"), "torch 2.9.0 is not what"),
+        (lambda columns: columns["torch213"].update(commit="0123456"), "of several commits"),
+        (lambda columns: [c.update(commit=f"{c['commit']}-dirty") for c in columns.values()], "-dirty is no commit"),
+        (lambda columns: columns.pop("torch210"), "for every stack"),
+    ):
+        columns = json.loads(text)
+        damage(columns)
+        assert any(words in problem for problem in found_wrong(columns, stacks.SHOWN)), words
 
 
 XML = """<testsuites><testsuite>
