@@ -15,7 +15,9 @@ import pytest
 
 from poros.architecture import Unsupported
 from poros.errors import UnsupportedError
+from poros.parity import gate
 from poros.plugins import Plugins
+from poros.testing import conformance
 from poros.testing.conformance import ArchitectureConformance
 
 ROOT = Path(__file__).parents[4]
@@ -281,6 +283,29 @@ def test_published_shapes_are_planned_as_the_command_line_plans_them(families: A
 
     with pytest.raises(UnsupportedError, match="has no num_experts"):
         Demanding().test_published_shapes_can_be_planned(Demanding.architecture.published[0])
+
+
+def test_bytes_are_changed_in_every_kind_of_layer(
+    families: Any, checkpoint: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kinds may have the same fields in the same layout and be run by other code."""
+    family = families["gemma3"]
+    changed: list[tuple[str, str]] = []
+
+    def corrupt(engine: Any, layer: int, field: str, byte: int) -> None:
+        changed.append((family.tiny_config["layer_types"][layer], field))
+        gate.corrupt(engine, layer, field, byte)
+
+    class Sliding(ArchitectureConformance):
+        architecture = dataclasses.replace(family, parity_cases=family.parity_cases[:1])
+
+    monkeypatch.setattr(conformance, "corrupt", corrupt)
+    Sliding().test_a_changed_byte_is_found(lambda case: checkpoint("gemma3", dict(case.config)), plugins)
+    kinds = sorted(set(family.tiny_config["layer_types"]))
+    assert len(kinds) == 2
+    fields = [sorted({field for of, field in changed if of == kind}) for kind in kinds]
+    assert fields[0] == fields[1]
+    assert len(fields[0]) > 30
 
 
 def test_every_family_in_this_repository_is_proven(plugins: Plugins) -> None:

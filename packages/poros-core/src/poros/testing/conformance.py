@@ -30,6 +30,7 @@ import poros
 from poros.architecture import Architecture, ParityCase, PublishedShape
 from poros.checkpoint.frozen import frozen_tensors
 from poros.checkpoint.locate import find_prefix
+from poros.checkpoint.packing import Packing
 from poros.checkpoint.reader import make_packings, plan_reading
 from poros.checkpoint.shards import Shards
 from poros.checkpoint.skeleton import build_skeleton, read_model_config
@@ -290,23 +291,24 @@ class ArchitectureConformance:
         assert not self.compared(checkpoint(quirk), flipped, work, plugins).identical
 
     def test_a_changed_byte_is_found(self, checkpoint: Checkpoint, plugins: Plugins) -> None:
-        """The control: of every field of every layout, one byte is changed in the store, and the logits must tell."""
-        seen: set[tuple[str, ...]] = set()
+        """The control: of every field of each kind of layer in each layout, one byte is changed in the store, and the
+        logits must tell."""
+        seen: set[tuple[str, Packing]] = set()
         for case in self.architecture.parity_cases:
             model = poros.load(checkpoint(case), lora=lora(0.0), seed=0, device="cpu", plugins=plugins)
             make_adapters_count(model, 0)
             engine = engine_of(model)
             right = evaluated(model, case)
-            for layer, packing in enumerate(engine.packings):
-                names = tuple(field.name for field in packing.fields)
-                for field in packing.fields if names not in seen else ():
+            kinds = self.architecture.layer_kinds(causal_lm(model).config.get_text_config())
+            for layer, (kind, packing) in enumerate(zip(kinds, engine.packings, strict=True)):
+                for field in packing.fields if (kind, packing) not in seen else ():
                     if field.name.endswith(".quant_map"):
                         continue  # bitsandbytes' kernels have these sixteen values built in and read no table
                     byte = byte_that_counts(field, packing, engine.store.slab(layer))
                     corrupt(engine, layer, field.name, byte)
-                    assert not torch.equal(evaluated(model, case), right), f"{case.name}: {field.name}"
+                    assert not torch.equal(evaluated(model, case), right), f"{case.name}: {kind}: {field.name}"
                     corrupt(engine, layer, field.name, byte)
-                seen.add(names)
+                seen.add((kind, packing))
             assert torch.equal(evaluated(model, case), right)
         assert seen
 
