@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 import poros
 from poros.architecture import Architecture
 from poros.checkpoint.frozen import frozen_tensors
 from poros.config import LoraPart
-from poros.engine.adapters import lora_config
+from poros.engine.adapters import lora_config, narrowed
 from poros.engine.engine import engine_of
 from poros.engine.parts import DecoderParts
 from poros.errors import CheckpointError, UnsupportedError
@@ -141,6 +142,102 @@ def test_half_a_set_of_quantisation_tensors_is_refused(
     del tensors[f"{Q}.{part}"]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=f"{Q} is in 4 bit, but {Q}.{part} is missing"):
+        poros.load(directory, device="cpu", plugins=plugins)
+
+
+OUTER = "model.per_layer_model_projection.weight"
+"""A linear layer outside the decoder layers, which stock quantises too."""
+
+
+def shorter(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = tensors[name].flatten()[:-1].clone()
+
+
+@pytest.mark.parametrize("weight", [Q, OUTER])
+@pytest.mark.parametrize("part", ["", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"])
+@pytest.mark.parametrize("change", ["shape", "dtype", "missing"])
+def test_each_tensor_of_a_stored_weight_is_checked_inside_and_outside_the_layers(
+    weight: str,
+    part: str,
+    change: str,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    tmp_path: Path,
+) -> None:
+    """A wrong one may be read without an error: what is too long is cut off, what is too short is read past its end."""
+    directory = per_layer(checkpoint, families, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    name = weight + part
+    right = tensors[name]
+    if change == "shape":
+        shorter(tensors, name)
+        words = rf"{name} is {right.dtype} .*{right.numel() - 1}\], expected {right.dtype} .*\(in model.safetensors\)"
+    elif change == "dtype":
+        tensors[name] = right.to(torch.int16)
+        words = rf"{name} is torch.int16 .*expected {right.dtype} .*\(in model.safetensors\)"
+    else:
+        del tensors[name]
+        words = f"{weight} is in 4 bit, but {name} is missing" if part else f"{weight} is missing"
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=words):
+        poros.load(directory, device="cpu", plugins=plugins)
+
+
+@pytest.mark.parametrize("weight", [Q, OUTER])
+def test_a_stored_weight_of_another_layers_shape_is_refused(
+    weight: str,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    tmp_path: Path,
+) -> None:
+    """As many elements in other rows and columns: its codes and scales look right, only its state says so."""
+    directory = per_layer(checkpoint, families, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    key = f"{weight}.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[key].tolist()))
+    rows, columns = state["shape"]
+    turned = {**state, "shape": [2 * rows, columns // 2]}
+    tensors[key] = torch.tensor(list(json.dumps(turned).encode()), dtype=torch.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{key} says .*{2 * rows}, {columns // 2}.*{rows}, {columns}"):
+        poros.load(directory, device="cpu", plugins=plugins)
+
+
+def per_layer(checkpoint: Callable[..., Path], families: dict[str, Architecture], tmp_path: Path) -> Path:
+    """A checkpoint in 4 bit with a linear layer outside the decoder layers."""
+    values = next(case.config for case in families["gemma4"].parity_cases if case.name == "e-series")
+    made, directory = checkpoint("gemma4", dict(values)), tmp_path / "quantised"
+    config = AutoConfig.from_pretrained(made)
+    stock = load_stock(made, narrowed(lora(), families["gemma4"], config), 0, CPU)
+    stock.unload().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_vocabulary_matrix_in_four_bit_is_refused(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path, plugins: Plugins
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.zeros(9, dtype=torch.uint8)
+
+    with pytest.raises(CheckpointError, match=f"{name} is in 4 bit, which Poros reads for linear layers of"):
+        poros.load(edited(checkpoint("qwen2", {}), tmp_path, change), device="cpu", plugins=plugins)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"])
+def test_a_shape_outside_the_layers_is_refused_with_its_file(
+    name: str, pre_quantised: Callable[[str], Path], plugins: Plugins
+) -> None:
+    """Of what a quantised checkpoint keeps in 16 bit."""
+    directory = pre_quantised("qwen2")
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name] = tensors[name][:-1].clone()
+    size = len(tensors[name])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    words = rf"{name} has shape \[{size}[, 0-9]*\], expected \[{size + 1}[, 0-9]*\] \(in model.safetensors\)"
+    with pytest.raises(CheckpointError, match=words):
         poros.load(directory, device="cpu", plugins=plugins)
 
 

@@ -17,7 +17,15 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from poros.checkpoint.claims import FLOATS, QUANT_STATE_KEY, STORED_PARTS, check_place, is_four_bit
+from poros.checkpoint.claims import (
+    FLOATS,
+    QUANT_STATE_KEY,
+    STORED_PARTS,
+    check_place,
+    check_stored,
+    is_four_bit,
+    misshapen,
+)
 from poros.checkpoint.frozen import FrozenTensor, state_tensors
 from poros.checkpoint.packing import Packing
 from poros.checkpoint.shards import Shards
@@ -310,15 +318,14 @@ def _outside(
         info = shards.info(source)
         if f"{source}.{QUANT_STATE_KEY}" in shards:
             module = skeleton.model.get_submodule(name.rpartition(".")[0])
-            parts = [f"{source}.{part}" for part in STORED_PARTS]
-            if isinstance(module, bnb.nn.Linear4bit) and all(part in shards for part in parts):
-                claimed.update(parts, [f"{source}.{QUANT_STATE_KEY}"])
+            if isinstance(module, bnb.nn.Linear4bit):
+                check_stored(module, source, shards, problems, claimed)
                 outside[name] = source
             else:
-                problems.append(f"{source} is in 4 bit, which Poros reads for linear layers only, with their scales")
+                problems.append(f"{source} is in 4 bit, which Poros reads for linear layers of the decoder only")
             continue
         if info.shape != tuple(tensor.shape):
-            problems.append(f"{source} has shape {list(info.shape)}, expected {list(tensor.shape)}")
+            problems.append(misshapen(info, tuple(tensor.shape)))
         if info.dtype not in FLOATS:
             problems.append(f"{source} is {info.dtype}, expected one of bfloat16, float16, float32")
         outside[name] = source
