@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import AutoConfig
 
 import poros
 from poros.architecture import Architecture, Unsupported
 from poros.checkpoint.shards import Shards
-from poros.config import LoraPart, StreamConfig, parse_size
+from poros.config import LEAST, LoraPart, StreamConfig, parse_size
 from poros.engine import attach as attaching
 from poros.engine import budget, load
-from poros.engine.adapters import lora_config, lora_part
+from poros.engine.adapters import lora_config, lora_part, narrowed
 from poros.engine.attach import attach
 from poros.engine.budget import budget_bytes, card_of, host_bytes_free, planned, process_bytes
 from poros.engine.engine import engine_of
-from poros.engine.measured import allocated_components, plan_record
+from poros.engine.measured import allocated_components, bytes_on, plan_record, towers_of
 from poros.errors import BudgetError, ConfigError, StreamError, UnsupportedError
 from poros.parity.stock import Work, load_stock
 from poros.plan.fit import dimensions_of
@@ -90,6 +91,55 @@ def test_attach_plans_too(checkpoint: Callable[..., Path], plugins: Plugins) -> 
     model: Any = attach(stock, plugins=plugins, vram="1GB", tokens=64, slots=1)
     assert engine_of(model).plan is not None
     assert engine_of(model).config.slots == 1
+
+
+@pytest.mark.parametrize("family", ["gemma3_multimodal", "gemma4_multimodal"])
+def test_the_towers_of_an_attached_model_are_in_its_plan(
+    family: str, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """They stay on the device, which a plan from the text part of `config.json` knows nothing of."""
+    architecture, lora = families[family], lora_config(LoraPart(rank=4))
+    directory = checkpoint(family, {})
+    config = AutoConfig.from_pretrained(directory)
+
+    def stock() -> Any:
+        return load_stock(directory, narrowed(lora, architecture, config.get_text_config()), 0, CPU)
+
+    def tower_parameters(model: Any) -> int:
+        inside = tuple(f"{path}." for path in architecture.absent)
+        return sum(p.nbytes for name, p in model.get_base_model().named_parameters() if name.startswith(inside))
+
+    attached: Any = attach(stock(), plugins=plugins, vram="1GB", tokens=64)
+    loaded: Any = poros.load(directory, lora=lora, device="cpu", plugins=plugins, vram="1GB", tokens=64)
+    with_towers, without = engine_of(attached).plan, engine_of(loaded).plan
+    assert with_towers is not None
+    assert without is not None
+    # Scales and code tables of what is in 4 bit, and buffers, beside the parameters.
+    assert 0 < tower_parameters(attached) <= with_towers.device["towers"] == allocated_components(attached)["towers"]
+    assert without.device["towers"] == allocated_components(loaded)["towers"] == 0
+    found = [allocated_components(model) for model in (attached, loaded)]
+    for name in ("embedding", "head", "outside the layers", "adapters"):
+        assert found[0][name] == found[1][name], name
+
+    # A budget that holds the text part alone is too small for both: refused, and nothing has changed.
+    least = engine_of(poros.load(directory, lora=lora, device="cpu", plugins=plugins, vram=LEAST, tokens=64)).plan
+    assert least is not None
+    small = f"{(least.device_bytes + with_towers.device['towers'] // 2) / 1e6:.6f}MB"
+    poros.load(directory, lora=lora, device="cpu", plugins=plugins, vram=small, tokens=64)
+    model = stock()
+    with pytest.raises(BudgetError, match="64 tokens at a time need at least"):
+        attach(model, plugins=plugins, vram=small, tokens=64)
+    attach(model, plugins=plugins, vram="1GB", tokens=64)
+
+
+def test_towers_on_another_device_take_nothing(
+    checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    architecture, directory = families["gemma3_multimodal"], checkpoint("gemma3_multimodal", {})
+    model = load_stock(directory, narrowed(lora_config(LoraPart(rank=4)), architecture, None), 0, CPU)
+    towers = towers_of(model.get_base_model(), architecture)
+    assert bytes_on(CPU, towers) > 0
+    assert bytes_on(torch.device("cuda", 0), towers) == 0
 
 
 def test_attach_refuses_before_it_changes_anything(

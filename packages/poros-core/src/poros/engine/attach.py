@@ -14,6 +14,7 @@ from poros.engine.adapters import lora_there, put_side_by_side
 from poros.engine.budget import OWN_LOOP, check_room, planned, set_limit
 from poros.engine.engine import ENGINE, Engine, check_trainable, engine_of, start_streaming
 from poros.engine.loss import check_loss
+from poros.engine.measured import bytes_on, towers_of
 from poros.engine.parts import DecoderParts, causal_lm, config_of
 from poros.engine.vocabulary import Vocabulary
 from poros.errors import StreamError, UnsupportedError
@@ -74,7 +75,14 @@ def attach(
             )
         lora = lora_there(parts.layers)
         own = planned(
-            config, architecture, base.config.to_dict(), lora, padded=True, device=parts.device, fixed=OWN_LOOP
+            config,
+            architecture,
+            base.config.to_dict(),
+            lora,
+            padded=True,
+            device=parts.device,
+            fixed=OWN_LOOP,
+            towers=bytes_on(parts.device, towers_of(base, architecture)),
         )
         if own is not None:
             plan, config = own, own.stream
@@ -84,9 +92,7 @@ def attach(
         check_loss(base)
     if own is not None:
         # Now, while the model is as it was: its weights leave the device, or stay where the plan counts them.
-        tensors = [*model.parameters(), *model.buffers(), *(place.get() for lot in places for place in lot)]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device == parts.device}
-        check_room(own, parts.device, sum(storage.nbytes() for storage in storages.values()))
+        check_room(own, parts.device, bytes_on(parts.device, model.modules()))
     vocabulary = Vocabulary.of(parts, architecture, config)
     store = make_store([*(packing.nbytes for packing in packings), *vocabulary.slabs], config.tier, parts.device)
     vocabulary.take_weights(store)

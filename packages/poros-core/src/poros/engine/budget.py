@@ -44,6 +44,7 @@ def planned(
     num_layers: int | None = None,
     device: torch.device,
     fixed: frozenset[str] = frozenset(),
+    towers: int = 0,
 ) -> Plan | None:
     """The plan for a budget; None if the settings name none.
 
@@ -59,6 +60,7 @@ def planned(
         num_layers: Of a model that is cut to its first layers.
         device: Where.
         fixed: Further settings that hold.
+        towers: Bytes on the device of parts that text never reaches, in a model that is there already.
 
     Raises:
         BudgetError: nothing fits.
@@ -77,7 +79,7 @@ def planned(
     card = card_of(device)
     dimensions = dimensions_of(architecture, values)
     dimensions = dataclasses.replace(dimensions, layers=dimensions.layers[:num_layers])
-    job = make_job(dimensions, lora, tokens, micro_batches, stream, device.type == "cuda", rows, padded)
+    job = make_job(dimensions, lora, tokens, micro_batches, stream, device.type == "cuda", rows, padded, towers)
     if budget is None:
         budget = smallest_plan(job, card, stream, fixed | fixed_settings(stream), host).device_bytes
     return fit(job, card, budget, stream, host, fixed)

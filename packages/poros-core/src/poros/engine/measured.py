@@ -9,7 +9,7 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from poros.checkpoint.frozen import state_tensors
+from poros.architecture import Architecture
 from poros.engine.engine import engine_of
 from poros.engine.graphs import GraphExecutor
 from poros.engine.parts import causal_lm
@@ -28,11 +28,13 @@ def allocated_components(model: Any, optimizer: torch.optim.Optimizer | None = N
     inside = f"{family.decoder}.{family.layers}."
     tables = [module.weight for module in _outside(decoder, f"{family.layers}.") if isinstance(module, nn.Embedding)]
     head = base.get_submodule(family.head)._parameters["weight"]
+    towers = towers_of(base, family)
     others = [
         tensor
         for module in _outside(base, inside)
-        for tensor in (*_tensors(module), *module._buffers.values())
-        if tensor is not None and all(tensor is not known for known in (*tables, head))
+        if all(module is not tower for tower in towers)
+        for tensor in _tensors(module)
+        if all(tensor is not known for known in (*tables, head))
     ]
     slots = sum(slot.buffer.numel() for slot in engine.streamer.slots)
     restored = engine.executor.buffers.nbytes if isinstance(engine.executor, GraphExecutor) else 0
@@ -52,9 +54,22 @@ def allocated_components(model: Any, optimizer: torch.optim.Optimizer | None = N
         "embedding": _bytes(tables),
         "head": of_head,
         "outside the layers": _bytes(others),
+        "towers": bytes_on(engine.device, towers),
         "adapters": _bytes(parameter for parameter in model.parameters() if parameter.requires_grad),
         "moments": 0 if engine.config.optimizer == "host" else _bytes(moments),
     }
+
+
+def towers_of(base: nn.Module, family: Architecture) -> list[nn.Module]:
+    """Every module of the parts that text never reaches. `poros.load` leaves them out; a model that is attached may
+    have them, and they stay where they are."""
+    paths = tuple(f"{path}." for path in family.absent)
+    return [module for path, module in base.named_modules() if f"{path}.".startswith(paths)]
+
+
+def bytes_on(device: torch.device, modules: Iterable[nn.Module]) -> int:
+    """Bytes on a device of the tensors that modules hold themselves."""
+    return _bytes(tensor for module in modules for tensor in _tensors(module) if tensor.device == device)
 
 
 def plan_record(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any] | None:
@@ -73,13 +88,21 @@ def _outside(module: nn.Module, layers: str) -> list[nn.Module]:
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    found: list[Tensor] = []
+    """Parameters and buffers of a module itself; of a 4-bit weight all its tensors."""
+    found = [buffer for buffer in module._buffers.values() if buffer is not None]
     for parameter in module._parameters.values():
         if isinstance(parameter, bnb.nn.Params4bit):
-            found += [parameter.data, *state_tensors(parameter.quant_state).values()]
+            found += [parameter.data, *_tensors_of_state(parameter.quant_state)]
         elif parameter is not None:
             found.append(parameter)
     return found
+
+
+def _tensors_of_state(state: Any) -> list[Tensor]:
+    """Nested or not: only those of the layers are known to be."""
+    if state is None:
+        return []
+    return [one for one in vars(state).values() if isinstance(one, Tensor)] + _tensors_of_state(state.state2)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -57,6 +57,7 @@ def make_job(
     graphs: bool,
     rows: int = 1,
     padded: bool = False,
+    towers: int = 0,
 ) -> Job:
     """The job that a run's settings describe.
 
@@ -69,12 +70,14 @@ def make_job(
         graphs: Whether CUDA graphs can be recorded.
         rows: Of a micro-batch.
         padded: Whether rows may be padded.
+        towers: Bytes on the device of parts that text never reaches.
     """
     return Job(
         dimensions=dimensions,
         tokens=tokens,
         rows=rows,
         padded=padded,
+        towers=towers,
         dropout=lora.dropout > 0,
         micro_batches=micro_batches,
         rank=lora.rank,

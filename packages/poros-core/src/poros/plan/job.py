@@ -32,6 +32,7 @@ class Job:
         block_size: Layers of a block.
         graphs: Whether blocks are run by recorded CUDA graphs.
         padded: Whether rows may be padded, for which layers are given masks.
+        towers: Bytes on the device of parts that text never reaches, in a model that has them.
     """
 
     dimensions: ModelDimensions
@@ -44,6 +45,7 @@ class Job:
     block_size: int = 1
     graphs: bool = True
     padded: bool = False
+    towers: int = 0
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, ...], ...]:

@@ -48,6 +48,7 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
         "embedding": dimensions.matrix_bytes * embedding_stays + dimensions.table_bytes * (not on_host),
         "head": 0 if travels or dimensions.tied else dimensions.matrix_bytes,
         "outside the layers": dimensions.outer_bytes,
+        "towers": job.towers,
         "adapters": job.adapter_bytes,
         "moments": 2 * job.adapter_bytes if stream.optimizer == "device" else _room(job, stream),
         "activations of a block": block_activation_bytes(job, stream),
