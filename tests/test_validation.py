@@ -215,10 +215,16 @@ def test_what_breaks_exactness_is_as_large_as_the_page_says() -> None:
     kept = json.loads(module.RESULTS.read_text())["sizes"]
     found = module.measure()["sizes"]
     assert found.keys() == kept.keys() == module.CASES.keys()
-    assert found["for comparison: the same run again"]["differ"] == 0
     for name, size in kept.items():
-        if size["differ"]:  # another CPU rounds otherwise, but it rounds
-            assert size["last"] / 10 < found[name]["last"] < size["last"] * 10, name
+        for one in (size, found[name]):
+            assert one["gradients"] == size["gradients"] > 0, name
+            # A case that breaks nothing breaks nothing here either, and one that should breaks something.
+            assert (one["differ"] == 0) == (one["last"] == 0) == (name in module.EQUAL), name
+        for step in ("first", "last"):
+            if size[step]:  # another CPU rounds otherwise, but it rounds
+                assert size[step] / 10 < found[name][step] < size[step] * 10, (name, step)
+            else:
+                assert found[name][step] == 0, (name, step)
 
 
 def test_pages_of_results_are_made_from_receipts(tmp_path: Path) -> None:

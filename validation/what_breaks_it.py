@@ -92,6 +92,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """What differs -> how the run to compare with is made, and how the other one."""
 
+EQUAL = frozenset(
+    {
+        "head and loss for 16 tokens at a time instead of at once",
+        "gradients of 4 micro-batches added in the opposite order",
+        "for comparison: the same run again",
+    }
+)
+"""What left every gradient as it is where it was measured. A test holds them to 0, and the others to more."""
+
 
 def gradients(
     checkpoint: Path, run: Any = whole, change: Any = None, attention: Any = "fused"
