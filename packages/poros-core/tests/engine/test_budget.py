@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from torch import nn
 from transformers import AutoConfig
 
 import poros
@@ -19,11 +21,12 @@ from poros.checkpoint.shards import Shards
 from poros.config import LEAST, LoraPart, StreamConfig, parse_size
 from poros.engine import attach as attaching
 from poros.engine import budget, load
-from poros.engine.adapters import lora_config, lora_part, narrowed
+from poros.engine.adapters import lora_config, lora_part, lora_there, narrowed
 from poros.engine.attach import attach
 from poros.engine.budget import budget_bytes, card_of, host_bytes_free, planned, process_bytes
 from poros.engine.engine import engine_of
 from poros.engine.measured import allocated_components, bytes_on, plan_record, towers_of
+from poros.engine.parts import DecoderParts
 from poros.errors import BudgetError, ConfigError, StreamError, UnsupportedError
 from poros.parity.stock import Work, load_stock
 from poros.plan.fit import dimensions_of
@@ -269,6 +272,67 @@ def test_every_adapter_of_a_model_is_counted(checkpoint: Callable[..., Path], pl
     plan = engine_of(attach(stock, plugins=plugins, vram="1GB", tokens=64)).plan
     assert plan is not None
     assert plan.device["adapters"] == there
+
+
+@pytest.mark.parametrize("left", [("default",), ("other",), ()], ids=["first", "second", "none"])
+def test_adapters_that_were_deleted_are_not_counted(
+    left: tuple[str, ...], checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    """The layers that held them stay peft's, with an adapter less or with none."""
+    stock: Any = load_stock(checkpoint("qwen2", {}), lora_config(LoraPart(rank=4, targets=("q_proj",))), 0, CPU)
+    stock.add_adapter("other", lora_config(LoraPart(rank=8, targets=("up_proj",), dropout=0.1)))
+    base = stock.get_base_model()  # which peft finds by the active adapter
+    stock.set_adapter((*left, "other")[0])
+    for name in {"default", "other"} - set(left):
+        stock.delete_adapter(name)
+    part = lora_there(DecoderParts.of(base, plugins.architecture_for("qwen2")).layers)
+    if left:
+        there = sum(p.nbytes for name, p in stock.named_parameters() if "lora_" in name)
+        plan = engine_of(attach(stock, plugins=plugins, vram="1GB", tokens=64)).plan
+        assert plan is not None
+        assert plan.device["adapters"] == there > 0
+        assert bool(part.dropout) == (left == ("other",))
+    else:
+        assert part == lora_there([nn.Linear(2, 2)])  # as of a model that never had any
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_an_adapter_that_the_dimensions_do_not_know_is_refused(
+    dropout: float, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """It would not be counted, or with dropout be a KeyError."""
+    family = families["qwen2"]
+
+    def without_o(values: Any) -> Any:
+        made = family.dimensions(values)  # type: ignore[misc]
+        linears = {name: shape for name, shape in made.layers[0].linears.items() if name != "self_attn.o_proj"}
+        return dataclasses.replace(made, layers=[dataclasses.replace(one, linears=linears) for one in made.layers])
+
+    lora = lora_config(LoraPart(rank=4, dropout=dropout))
+    part = lora_there(DecoderParts.of(load_stock(checkpoint("qwen2", {}), lora, 0, CPU), family).layers)
+    values = json.loads((checkpoint("qwen2", {}) / "config.json").read_text())
+    stream = StreamConfig(vram="1GB", tokens=64)
+    assert planned(stream, family, values, part, device=CPU) is not None
+    with pytest.raises(UnsupportedError, match=r"the adapter on self_attn\.o_proj of layer 0 can't be planned for"):
+        planned(stream, dataclasses.replace(family, dimensions=without_o), values, part, device=CPU)
+
+
+def test_layers_whose_parts_have_other_names_can_be_planned(families: dict[str, Architecture]) -> None:
+    family = families["qwen2"]
+
+    def renamed(values: Any) -> Any:
+        made = family.dimensions(values)  # type: ignore[misc]
+        layers = [
+            dataclasses.replace(one, linears={name.replace("_proj", ""): size for name, size in one.linears.items()})
+            for one in made.layers
+        ]
+        return dataclasses.replace(made, layers=layers)
+
+    other, stream = dataclasses.replace(family, dimensions=renamed), StreamConfig(vram="1GB", tokens=64)
+    plans = [planned(stream, one, family.tiny_config, LoraPart(dropout=0.1), device=CPU) for one in (family, other)]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[1].device == plans[0].device
 
 
 def test_the_limit_is_set_and_lifted(

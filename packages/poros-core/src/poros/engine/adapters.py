@@ -16,7 +16,7 @@ from torch import nn
 from poros.architecture import Architecture
 from poros.config import LoraPart
 from poros.errors import UnsupportedError
-from poros.plan.adapters import PeftPart
+from poros.plan.adapters import PeftPart, is_adapted
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -115,20 +115,29 @@ def check_targets(config: LoraConfig, model: nn.Module) -> None:
         )
 
 
-def say_coverage(config: LoraConfig, layers: Sequence[nn.Module]) -> None:
+def say_coverage(config: LoraConfig, layers: Sequence[nn.Module], path: str) -> None:
     """Warn of targets that only some layers have: v_proj, say, where global layers use their keys as values.
+
+    Layers that the config itself leaves out are no news, and where it leaves out all there is nothing to say.
 
     Args:
         config: What peft is given; only targets given by name are looked at.
         layers: The decoder layers.
+        path: Of the list of layers in the model, by which the config may leave some out.
     """
     targets = config.target_modules
     for target in sorted(targets) if isinstance(targets, (list, set, tuple)) else ():
-        reached = sum(
-            any(name == target or name.endswith(f".{target}") for name, _ in layer.named_modules()) for layer in layers
+        part = _peft_part(config).model_copy(update={"targets": (target,)})
+        named = part.model_copy(update={"excluded": (), "only_layers": None})
+        there, reached = (
+            sum(
+                any(is_adapted(one, f"{path}.{number}.{name}", number) for name, _ in layer.named_modules())
+                for number, layer in enumerate(layers)
+            )
+            for one in (named, part)
         )
-        if 0 < reached < len(layers):
-            log.warning("the LoRA target %s is in %d of %d layers", target, reached, len(layers))
+        if reached and there < len(layers):
+            log.warning("the LoRA target %s is in %d of %d layers", target, there, len(layers))
 
 
 def lora_config(part: LoraPart, revision: str | None = None) -> LoraConfig:
@@ -147,8 +156,10 @@ def lora_config(part: LoraPart, revision: str | None = None) -> LoraConfig:
 
 def lora_part(config: LoraConfig | None) -> LoraPart:
     """What a plan needs to know of adapters; usual ones if there are none yet."""
-    if config is None:
-        return LoraPart()
+    return LoraPart() if config is None else _peft_part(config)
+
+
+def _peft_part(config: LoraConfig) -> PeftPart:
     targets, excluded, layers = config.target_modules, config.exclude_modules or (), config.layers_to_transform
     named = tuple(targets) if isinstance(targets, (list, set, tuple)) and targets else "all-linear"
     return PeftPart(
@@ -168,7 +179,8 @@ def lora_there(layers: Sequence[nn.Module]) -> LoraPart:
     Args:
         layers: The decoder layers.
     """
-    found = [{n: m for n, m in layer.named_modules() if isinstance(m, LoraLayer)} for layer in layers]
+    # A layer whose adapters were all deleted is still one of peft's, with nothing in it.
+    found = [{n: m for n, m in layer.named_modules() if isinstance(m, LoraLayer) and m.r} for layer in layers]
     adapted = [module for layer in found for module in layer.values()]
     if not adapted:
         return LoraPart()

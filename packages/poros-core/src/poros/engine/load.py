@@ -134,7 +134,8 @@ def load(
             # Before any weight is read: what is wrong with the adapters comes out now, and the layers' names are known
             # by their modules, which peft leaves in place.
             check_targets(lora, skeleton.model)
-            say_coverage(lora, list(skeleton.decoder.get_submodule(architecture.layers)))  # type: ignore[call-overload]
+            layers: Any = skeleton.decoder.get_submodule(architecture.layers)
+            say_coverage(lora, list(layers), f"{architecture.decoder}.{architecture.layers}")
             if seed is not None:
                 torch.manual_seed(seed)
             streamed = with_adapters(skeleton.model, lora)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from poros.config import LoraPart
 from poros.dimensions import ModelDimensions
+from poros.errors import UnsupportedError
 
 Ranks = tuple[Mapping[str, int], ...]
 """For each layer, the name of each adapted linear -> rank."""
@@ -31,9 +32,21 @@ class PeftPart(LoraPart):
 
 
 def ranks_of(lora: LoraPart, dimensions: ModelDimensions) -> Ranks:
-    """The ranks of all adapters."""
+    """The ranks of all adapters.
+
+    Raises:
+        UnsupportedError: a model has an adapter on something whose size the dimensions don't say.
+    """
     part = lora if isinstance(lora, PeftPart) else PeftPart(**lora.model_dump())
     if part.there is not None:
+        for number, (layer, ranks) in enumerate(zip(dimensions.layers, part.there, strict=True)):
+            unknown = sorted(ranks.keys() - layer.linears.keys())
+            if unknown:
+                raise UnsupportedError(
+                    f"the adapter on {unknown[0]} of layer {number} can't be planned for: the family's dimensions have "
+                    f"the linear layers {', '.join(layer.linears)}",
+                    "choose slots and placements instead of vram",
+                )
         return part.there
     return tuple(
         {
@@ -43,6 +56,11 @@ def ranks_of(lora: LoraPart, dimensions: ModelDimensions) -> Ranks:
         }
         for number, layer in enumerate(dimensions.layers)
     )
+
+
+def is_adapted(part: PeftPart, path: str, layer: int) -> bool:
+    """Whether the module at a path, which is in the layer of that number, gets an adapter."""
+    return _rank(part, path, layer) is not None
 
 
 def _rank(part: PeftPart, path: str, layer: int) -> int | None:

@@ -138,7 +138,9 @@ def activation_bytes(job: Job, index: int) -> int:
     MLP keeps gate, up and activation. With dropout every adapted linear layer keeps an input and a mask of its own.
     """
     hidden, tokens, layer, ranks = job.dimensions.hidden, job.tokens, job.dimensions.layers[index], job.ranks_of(index)
-    inner = max(rows for name, (rows, _) in layer.linears.items() if name.endswith(("up_proj", "gate_proj")))
+    widest = max(rows for rows, _ in layer.linears.values())  # where the MLP's are called something else
+    mlp = [rows for name, (rows, _) in layer.linears.items() if name.endswith(("up_proj", "gate_proj"))]
+    inner = max(mlp, default=widest)
     floats = 2 * hidden * FLOAT32
     halves = (4 * hidden + 4 * layer.query + 2 * layer.key_value + 4 * inner + sum(ranks.values())) * BF16
     dropped = (BF16 + 1) * sum(layer.linears[name][1] for name in ranks) if job.dropout else 0

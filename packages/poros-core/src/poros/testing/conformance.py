@@ -217,6 +217,10 @@ class ArchitectureConformance:
             sum(aligned(2 * math.prod(linear or field.shape)) for field, linear in restored_fields(places, packing))
             for places, packing in zip(skeleton.layers, packings, strict=True)
         ]
+        assert [{f"{name}.weight" for name in layer.linears} for layer in dimensions.layers] == [
+            {field.name for field, linear in restored_fields(places, packing) if linear}
+            for places, packing in zip(skeleton.layers, packings, strict=True)
+        ]
         assert dimensions.hidden == text.hidden_size
         assert dimensions.vocabulary == text.vocab_size
         assert dimensions.tied == config.tie_word_embeddings
