@@ -36,6 +36,28 @@ def test_as_many_as_fit_and_not_one_more(free: int, beside: bool) -> None:
     assert found == max(fits, default=0)
 
 
+@pytest.mark.parametrize("free", [40, 75, 100])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("steeper", [4, 9, 30])
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_many_layers_that_need_more_than_a_few_suggest(
+    free: int, beside: bool, steeper: int, out_of_memory: bool
+) -> None:
+    def needed(layers: int) -> int:
+        found = max(10 + 3 * layers, steeper * layers - 10)
+        if out_of_memory and found > free:
+            raise torch.OutOfMemoryError("made up")
+        return found
+
+    def fits(layers: int) -> bool:
+        return max(10 + 3 * layers, steeper * layers - 10) + (19 if beside else 0) <= free * MARGIN
+
+    found = layers_that_fit(20, free, needed, beside)
+    assert found <= 3 or fits(found)
+    if steeper == 4:
+        assert found == max((n for n in range(1, 21) if fits(n)), default=0)
+
+
 @pytest.mark.parametrize(("most", "fitting"), [(0, 0), (1, 1), (2, 2)])
 def test_a_card_too_small_for_measuring(most: int, fitting: int) -> None:
     def needed(layers: int) -> int:

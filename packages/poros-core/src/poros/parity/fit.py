@@ -1,7 +1,8 @@
 """How many leading layers of a model a card can train resident, so that there is something to compare with.
 
-What a layer needs is measured, not estimated: stock trains one step of the model cut to one layer and to three, with
-random weights, and what a layer costs is the difference. Nothing of the checkpoint is read for that.
+What a layer needs is measured, not estimated: stock trains two steps of the model cut to one layer and to three, with
+random weights, what a layer costs is the difference, and as many layers as that suggests are tried. Nothing of the
+checkpoint is read for that.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +59,15 @@ def layers_that_fit(num_layers: int, free_bytes: int, needed: Callable[[int], in
     if more is None:
         return 0 if beside else _MORE - 1 if _tried(needed, _MORE - 1) is not None else _FEW
     per_layer = max((more - few) / (_MORE - _FEW), 1.0)
-    room = free_bytes * MARGIN - few - (more if beside else 0)
-    return max(0, min(num_layers, _FEW + int(room // per_layer))) if room >= 0 else 0
+    room = free_bytes * MARGIN - (more if beside else 0)
+    fitting = min(num_layers, _FEW + math.floor((room - few) / per_layer))
+    # Many layers have another fullest moment than a few, the update instead of the loss: tried, not believed.
+    while fitting > _MORE:
+        found = _tried(needed, fitting)
+        if found is not None and found <= room:
+            break
+        fitting -= 1 if found is None else max(1, math.ceil((found - room) / per_layer))
+    return max(fitting, 0)
 
 
 def _tried(needed: Callable[[int], int], num_layers: int) -> int | None:
@@ -87,7 +96,8 @@ def needed_on_gpu(
         torch.cuda.reset_peak_memory_stats(device)
         base = random_resident(architecture, config, device, num_layers)
         model = get_peft_model(base, narrowed(lora, architecture, config_of(base)))
-        train(model, DecoderParts.of(model, architecture).layers, dataclasses.replace(work, steps=1), device)
+        # From the second step on there are moments.
+        train(model, DecoderParts.of(model, architecture).layers, dataclasses.replace(work, steps=2), device)
         peak = torch.cuda.max_memory_allocated(device) - before
         del model
         _free()
