@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from poros.config import LoraPart, StreamConfig
 from poros.engine.adapters import lora_config
 from poros.errors import PorosError
 from poros.parity import fit
-from poros.parity.fit import MARGIN, cut_to_fit, layers_that_fit
+from poros.parity.fit import MARGIN, cut_to_fit, layers_that_fit, needed_on_gpu
 from poros.parity.gate import check
 from poros.parity.source import Setting
 from poros.parity.stock import Work
@@ -84,6 +87,36 @@ def test_a_checkpoint_cut_to_its_first_layers_is_checked(
     whole = check(str(directory), lora_config(PART), WORK, plugins=plugins)
     assert result.trainable < whole.trainable
     assert result.losses != whole.losses
+
+
+@pytest.mark.parametrize("too_large", [False, True])
+def test_nothing_of_what_was_tried_is_left(
+    too_large: bool, plugins: Plugins, card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class Model:
+        def __init__(self, *args: Any) -> None:
+            self.itself = self  # as peft's models have circles
+            made.append(weakref.ref(self))
+
+    def train(model: Any, *args: Any) -> None:
+        if too_large:
+            raise torch.OutOfMemoryError("made up")
+
+    for name, stub in {"random_resident": Model, "get_peft_model": Model, "train": train}.items():
+        monkeypatch.setattr(fit, name, stub)
+    monkeypatch.setattr(fit, "narrowed", lambda *args: None)
+    monkeypatch.setattr(fit, "config_of", lambda model: None)
+    monkeypatch.setattr(fit.DecoderParts, "of", lambda *args: SimpleNamespace(layers=[]))
+    monkeypatch.setattr(fit, "needed_on_gpu", needed_on_gpu)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    with suppress(PorosError):
+        cut_to_fit("qwen2.5-7b", None, setting(plugins), WORK)
+    assert made
+    assert not any(model() for model in made)
 
 
 @pytest.fixture

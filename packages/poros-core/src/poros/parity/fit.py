@@ -90,18 +90,21 @@ def needed_on_gpu(
         device: A CUDA device.
     """
 
-    def needed(num_layers: int) -> int:
-        _free()
+    def trial(num_layers: int) -> int:
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         base = random_resident(architecture, config, device, num_layers)
         model = get_peft_model(base, narrowed(lora, architecture, config_of(base)))
         # From the second step on there are moments.
         train(model, DecoderParts.of(model, architecture).layers, dataclasses.replace(work, steps=2), device)
-        peak = torch.cuda.max_memory_allocated(device) - before
-        del model
+        return torch.cuda.max_memory_allocated(device) - before
+
+    def needed(num_layers: int) -> int:
         _free()
-        return peak
+        try:
+            return trial(num_layers)
+        finally:
+            _free()  # what was tried is gone: its frame has ended, and peft's circles are collected
 
     return needed
 
@@ -135,6 +138,7 @@ def cut_to_fit(model: str, revision: str | None, setting: Setting, work: Work, b
     whole = int(AutoConfig.for_model(**config).get_text_config().num_hidden_layers)
     needed = needed_on_gpu(architecture, config, setting.lora, work, setting.device)
     fitting = layers_that_fit(whole, free, needed, beside or published is None)
+    _free()  # what was too large was held by its error until now
     if fitting == 0:
         raise PorosError(
             f"stock can't hold even one layer of {model} in the {free / 1e9:.1f} GB that are free",
