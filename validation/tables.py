@@ -120,6 +120,35 @@ def planned(*files: str) -> str:
     return "\n".join(lines)
 
 
+def beside_unsloth(*files: str) -> str:
+    """Each Poros cell with the work of an unsloth cell of the same file, per micro-batch."""
+    lines = [
+        "| case | micro-batches | settings | unsloth s | Poros s | ratio | GPU time ratio | unsloth GB | Poros GB |",
+        "|---" * 9 + "|",
+    ]
+    for file in files:
+        receipts = read_receipts(HERE / file)
+        for mine in (receipt for receipt in receipts if receipt.method.startswith("poros")):
+            work = (mine.case, mine.config["accumulation"], mine.config["tokens"])
+            for theirs in receipts:
+                if theirs.method != "unsloth" or work != (theirs.case, *map(theirs.config.get, ("accumulation", "tokens"))):
+                    continue
+                settings = mine.method.partition(":")[2]
+                row = [
+                    _shown(mine.case),
+                    str(mine.config["accumulation"]),
+                    SETTINGS.get(settings) or settings.partition("vram=")[2].replace("least", "smallest budget"),
+                    _number(_each(theirs, "s_step_median")),
+                    _number(_each(mine, "s_step_median")),
+                    _ratio(mine, theirs, "s_step_median"),
+                    _ratio(mine, theirs, "gpu_s_per_step"),
+                    _number(theirs.vram_reserved_gb, 1),
+                    _number(mine.vram_reserved_gb, 1),
+                ]
+                lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
 def plan_today(receipt: Receipt) -> Plan:
     """What a cell is predicted to take and to need by the model as it is now, at the link's speed of that day."""
     shape, config = receipt.case.split()[0], receipt.config
@@ -267,6 +296,8 @@ def tables() -> list[str]:
         *map(cells, ("cells_h200.jsonl", "cells_h200_second.jsonl", "cells_h200_first.jsonl")),
         checks("gpu_long_h200.jsonl"),
         checks("gpu_parity_h200.jsonl", "gpu_parity_h200_first.jsonl"),
+        planned("cells_h200_budgets.jsonl"),
+        beside_unsloth("cells_h200_eight.jsonl", "cells_h200_budgets.jsonl"),
         planned("cells_h200_planned.jsonl"),
         predictions(*FITTED),
         checks("gpu_planned_h200.jsonl", memory=True),
