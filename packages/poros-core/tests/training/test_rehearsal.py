@@ -8,14 +8,17 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 import poros
 from poros.config import LoraPart
 from poros.engine.adapters import lora_config
 from poros.engine.engine import engine_of
+from poros.engine.parts import causal_lm, text_marks
 from poros.errors import BudgetError
-from poros.plugins import Plugins
+from poros.plugins import Plugins, load_plugins
 from poros.training.rehearsal import rehearse
+from poros.training.trainer import StreamedTrainer
 
 
 def step_of(model: Any) -> Callable[[Mapping[str, torch.Tensor]], None]:
@@ -87,4 +90,20 @@ def test_too_little_memory_is_said(
     monkeypatch.setattr(type(engine_of(model)), "accumulate", full)
     with pytest.raises(BudgetError, match=r"2 rows of 24 tokens .* were planned"):
         rehearse(model, step_of(model), rows=2, tokens=24, micro_batches=1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", sorted(architecture.family for architecture in load_plugins().architectures()))
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_trainers_own_step_is_rehearsed_in_every_family(
+    family: str, accumulation: int, tmp_path: Path, checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    """A class that normalises no loss leaves that to the Trainer, which needs to know by how much."""
+    model = poros.load(checkpoint(family), lora=lora_config(LoraPart(rank=4)), seed=0, device="cpu", plugins=plugins)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, bf16=True, report_to=[], gradient_accumulation_steps=accumulation
+    )
+    trainer = StreamedTrainer(model, arguments)
+    marks = text_marks(causal_lm(model))
+    assert rehearse(model, trainer.rehearsal_step, 2, 16, accumulation, marks)
     assert all(parameter.grad is None for parameter in model.parameters())

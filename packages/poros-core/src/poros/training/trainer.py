@@ -55,6 +55,8 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
     def rehearsal_step(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """A micro-batch's forward and backward pass as in training, before that has begun."""
         model = self.accelerator.prepare_model(self.model)  # training takes what has been prepared as it is
+        # Training sets this for every step; a loss that the model's class doesn't normalise itself is divided by it.
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._stock_step(model, dict(inputs), torch.tensor(inputs["labels"].numel()))
 
     def prediction_step(
