@@ -69,6 +69,9 @@ def main() -> None:
         engine = engine_of(model)
         if plan is not None:
             enforce(plan, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()  # building the model took more than training it does
         optimizer = adamw_for(engine)(list(adapters_of(model).values()), lr=1e-4)
         draw, ids = random.Random(0), torch.Generator().manual_seed(0)
         model.train()
@@ -116,9 +119,6 @@ def main() -> None:
     with attention_path("fused"):
         for cell in arguments.cells:
             for multiple in arguments.multiples:
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
                 result = run(cell, multiple)
                 with arguments.out.open("a") as out:
                     out.write(json.dumps(result) + "\n")

@@ -133,11 +133,10 @@ def beside_unsloth(*files: str) -> str:
             for theirs in receipts:
                 if theirs.method != "unsloth" or work != (theirs.case, *map(theirs.config.get, ("accumulation", "tokens"))):
                     continue
-                settings = mine.method.partition(":")[2]
                 row = [
                     _shown(mine.case),
                     str(mine.config["accumulation"]),
-                    SETTINGS.get(settings) or settings.partition("vram=")[2].replace("least", "smallest budget"),
+                    _settings(mine),
                     _number(_each(theirs, "s_step_median")),
                     _number(_each(mine, "s_step_median")),
                     _ratio(mine, theirs, "s_step_median"),
@@ -195,11 +194,10 @@ def predictions(*files: str) -> str:
         what, taken, predicted = memory_today(receipt)
         seconds = plan_today(receipt).seconds.step
         micro_batches = receipt.config["accumulation"]
-        settings = receipt.method.partition(":")[2]
         row = [
             _shown(receipt.case),
             str(receipt.config["tokens"]) + (f" x {micro_batches}" if micro_batches > 1 else ""),
-            SETTINGS.get(settings) or settings.partition("vram=")[2].replace("least", "smallest budget"),
+            _settings(receipt),
             what,
             _number(taken, 2),
             _number(predicted, 2),
@@ -273,6 +271,11 @@ def default_path() -> str:
 
 def _shown(case: str) -> str:
     return case.removesuffix(" (random weights)").replace("qwen", "Qwen").replace("b", "B")
+
+
+def _settings(receipt: Receipt) -> str:
+    settings = receipt.method.partition(":")[2]
+    return SETTINGS.get(settings) or settings.partition("vram=")[2].replace("least", "smallest budget")
 
 
 def _each(receipt: Receipt | None, name: str) -> float | None:

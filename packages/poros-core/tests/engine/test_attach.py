@@ -465,33 +465,6 @@ def test_targets_that_match_nothing_are_refused(
         poros.load(checkpoint("qwen2", {}), lora=lora(targets=targets), device="cpu", plugins=plugins)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({}, "the LoRA target v_proj is in 4 of 6 layers"),
-        ({"exclude_modules": ["layers.0.self_attn.v_proj"]}, "the LoRA target v_proj is in 4 of 6 layers"),
-        ({"exclude_modules": ["v_proj"]}, None),
-        ({"exclude_modules": r".*\.v_proj"}, None),
-        ({"exclude_modules": ["q_proj"]}, "the LoRA target v_proj is in 4 of 6 layers"),
-        ({"target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]}, None),
-        ({"target_modules": ["q_proj"], "layers_to_transform": [1, 2]}, None),
-        ({"layers_to_transform": [2]}, None),  # a layer that has none, and no other was asked for
-    ],
-)
-def test_a_target_that_some_layers_lack_is_said_unless_it_was_left_out(
-    settings: dict[str, Any],
-    words: str | None,
-    checkpoint: Callable[..., Path],
-    plugins: Plugins,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """In this family every third layer uses its keys as values."""
-    config = LoraConfig(r=2, task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "v_proj"], **settings})
-    poros.load(checkpoint("gemma4", {}), lora=config, seed=0, device="cpu", plugins=plugins)
-    said = [record.message for record in caplog.records if "the LoRA target" in record.message]
-    assert said == ([words] if words else [])
-
-
 def test_a_base_without_adapters_is_refused_with_a_way_out(plugins: Plugins) -> None:
     with pytest.raises(UnsupportedError, match="is not a transformers model"):
         attach(torch.nn.Linear(2, 2), plugins=plugins)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from torch import nn
 from transformers import AutoConfig
 
 import poros
@@ -21,12 +18,11 @@ from poros.checkpoint.shards import Shards
 from poros.config import LEAST, LoraPart, StreamConfig, parse_size
 from poros.engine import attach as attaching
 from poros.engine import budget, load
-from poros.engine.adapters import lora_config, lora_part, lora_there, narrowed
+from poros.engine.adapters import lora_config, narrowed
 from poros.engine.attach import attach
 from poros.engine.budget import budget_bytes, card_of, host_bytes_free, planned, process_bytes
 from poros.engine.engine import engine_of
 from poros.engine.measured import allocated_components, bytes_on, plan_record, towers_of
-from poros.engine.parts import DecoderParts
 from poros.errors import BudgetError, ConfigError, StreamError, UnsupportedError
 from poros.parity.stock import Work, load_stock
 from poros.plan.fit import dimensions_of
@@ -230,109 +226,6 @@ def test_a_cpu_has_no_context_and_no_process_bytes() -> None:
     assert card_of(CPU).context_gb == 0.0
     assert process_bytes(CPU) is None
     assert 10**8 < host_bytes_free() < 10**13
-
-
-def test_adapters_as_a_plan_sees_them() -> None:
-    assert lora_part(None) == LoraPart()
-    assert lora_part(lora_config(LoraPart(rank=8))).targets == "all-linear"
-    assert lora_part(lora_config(LoraPart(rank=8, targets=("q_proj",)))).targets == ("q_proj",)
-    assert lora_part(lora_config(LoraPart(rank=8))).rank == 8
-    assert lora_part(lora_config(LoraPart(dropout=0.1))).dropout == 0.1
-
-
-@pytest.mark.parametrize(
-    "targets",
-    [
-        {"target_modules": "all-linear", "rank_pattern": {"down_proj": 64, "layers.1.mlp.up_proj": 32}},
-        {"target_modules": r".*layers\.[01]\.mlp\.down_proj"},
-        {"target_modules": ["model.layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "mlp.up_proj"]},
-        {"target_modules": ["q_proj", "model.layers.0.mlp.up_proj"], "layers_to_transform": [2, 3]},
-        {"target_modules": "all-linear", "exclude_modules": ["q_proj", "layers.2.mlp.up_proj"]},
-        {"target_modules": "all-linear", "exclude_modules": r".*\.[012]\..*"},
-    ],
-)
-def test_adapters_are_counted_as_peft_makes_them(
-    targets: dict[str, Any], checkpoint: Callable[..., Path], plugins: Plugins
-) -> None:
-    """From their config before there is a model, and from a model that has them."""
-    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **targets)
-    loaded: Any = poros.load(checkpoint("qwen2", {}), lora=lora, device="cpu", plugins=plugins, vram="1GB", tokens=64)
-    there = allocated_components(loaded)["adapters"]
-    attached = attach(load_stock(checkpoint("qwen2", {}), lora, 0, CPU), plugins=plugins, vram="1GB", tokens=64)
-    for model in (loaded, attached):
-        plan = engine_of(model).plan
-        assert plan is not None
-        assert plan.device["adapters"] == there > 0
-
-
-def test_every_adapter_of_a_model_is_counted(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
-    stock: Any = load_stock(checkpoint("qwen2", {}), lora_config(LoraPart(rank=4, targets=("q_proj",))), 0, CPU)
-    stock.add_adapter("other", lora_config(LoraPart(rank=8, targets=("up_proj",), dropout=0.1)))
-    there = sum(p.nbytes for name, p in stock.named_parameters() if "lora_" in name)
-    plan = engine_of(attach(stock, plugins=plugins, vram="1GB", tokens=64)).plan
-    assert plan is not None
-    assert plan.device["adapters"] == there
-
-
-@pytest.mark.parametrize("left", [("default",), ("other",), ()], ids=["first", "second", "none"])
-def test_adapters_that_were_deleted_are_not_counted(
-    left: tuple[str, ...], checkpoint: Callable[..., Path], plugins: Plugins
-) -> None:
-    """The layers that held them stay peft's, with an adapter less or with none."""
-    stock: Any = load_stock(checkpoint("qwen2", {}), lora_config(LoraPart(rank=4, targets=("q_proj",))), 0, CPU)
-    stock.add_adapter("other", lora_config(LoraPart(rank=8, targets=("up_proj",), dropout=0.1)))
-    base = stock.get_base_model()  # which peft finds by the active adapter
-    stock.set_adapter((*left, "other")[0])
-    for name in {"default", "other"} - set(left):
-        stock.delete_adapter(name)
-    part = lora_there(DecoderParts.of(base, plugins.architecture_for("qwen2")).layers)
-    if left:
-        there = sum(p.nbytes for name, p in stock.named_parameters() if "lora_" in name)
-        plan = engine_of(attach(stock, plugins=plugins, vram="1GB", tokens=64)).plan
-        assert plan is not None
-        assert plan.device["adapters"] == there > 0
-        assert bool(part.dropout) == (left == ("other",))
-    else:
-        assert part == lora_there([nn.Linear(2, 2)])  # as of a model that never had any
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_an_adapter_that_the_dimensions_do_not_know_is_refused(
-    dropout: float, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
-) -> None:
-    """It would not be counted, or with dropout be a KeyError."""
-    family = families["qwen2"]
-
-    def without_o(values: Any) -> Any:
-        made = family.dimensions(values)  # type: ignore[misc]
-        linears = {name: shape for name, shape in made.layers[0].linears.items() if name != "self_attn.o_proj"}
-        return dataclasses.replace(made, layers=[dataclasses.replace(one, linears=linears) for one in made.layers])
-
-    lora = lora_config(LoraPart(rank=4, dropout=dropout))
-    part = lora_there(DecoderParts.of(load_stock(checkpoint("qwen2", {}), lora, 0, CPU), family).layers)
-    values = json.loads((checkpoint("qwen2", {}) / "config.json").read_text())
-    stream = StreamConfig(vram="1GB", tokens=64)
-    assert planned(stream, family, values, part, device=CPU) is not None
-    with pytest.raises(UnsupportedError, match=r"the adapter on self_attn\.o_proj of layer 0 can't be planned for"):
-        planned(stream, dataclasses.replace(family, dimensions=without_o), values, part, device=CPU)
-
-
-def test_layers_whose_parts_have_other_names_can_be_planned(families: dict[str, Architecture]) -> None:
-    family = families["qwen2"]
-
-    def renamed(values: Any) -> Any:
-        made = family.dimensions(values)  # type: ignore[misc]
-        layers = [
-            dataclasses.replace(one, linears={name.replace("_proj", ""): size for name, size in one.linears.items()})
-            for one in made.layers
-        ]
-        return dataclasses.replace(made, layers=layers)
-
-    other, stream = dataclasses.replace(family, dimensions=renamed), StreamConfig(vram="1GB", tokens=64)
-    plans = [planned(stream, one, family.tiny_config, LoraPart(dropout=0.1), device=CPU) for one in (family, other)]
-    assert plans[0] is not None
-    assert plans[1] is not None
-    assert plans[1].device == plans[0].device
 
 
 def test_the_limit_is_set_and_lifted(

@@ -90,7 +90,8 @@ def needed_on_gpu(
         device: A CUDA device.
     """
 
-    def trial(num_layers: int) -> int:
+    def needed(num_layers: int) -> int:
+        _free()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         base = random_resident(architecture, config, device, num_layers)
@@ -98,13 +99,6 @@ def needed_on_gpu(
         # From the second step on there are moments.
         train(model, DecoderParts.of(model, architecture).layers, dataclasses.replace(work, steps=2), device)
         return torch.cuda.max_memory_allocated(device) - before
-
-    def needed(num_layers: int) -> int:
-        _free()
-        try:
-            return trial(num_layers)
-        finally:
-            _free()  # what was tried is gone: its frame has ended, and peft's circles are collected
 
     return needed
 
@@ -138,7 +132,7 @@ def cut_to_fit(model: str, revision: str | None, setting: Setting, work: Work, b
     whole = int(AutoConfig.for_model(**config).get_text_config().num_hidden_layers)
     needed = needed_on_gpu(architecture, config, setting.lora, work, setting.device)
     fitting = layers_that_fit(whole, free, needed, beside or published is None)
-    _free()  # what was too large was held by its error until now
+    _free()  # the last model tried: peft's circles keep it alive until they are collected
     if fitting == 0:
         raise PorosError(
             f"stock can't hold even one layer of {model} in the {free / 1e9:.1f} GB that are free",
