@@ -144,16 +144,16 @@ def _walk_quant_state(parameter: bnb.nn.Params4bit, path: str, module: nn.Module
     state = parameter.quant_state
     if state is None:
         raise UnsupportedError(f"{path} is a 4-bit weight that was never quantised", "load the checkpoint completely")
+    if getattr(state, "packing_format_for_cpu", False):
+        raise UnsupportedError(
+            f"{path} was repacked by bitsandbytes for CPU inference",
+            "attach before the model is used in eval mode, or use poros.load",
+        )
     if state.quant_type != "nf4" or not state.nested:
         kind = state.quant_type + (" with" if state.nested else " without") + " double quantisation"
         raise UnsupportedError(
             f"{path} is quantised as {kind}",
             "use bnb_4bit_quant_type='nf4' and bnb_4bit_use_double_quant=True",
-        )
-    if getattr(state, "packing_format_for_cpu", False):
-        raise UnsupportedError(
-            f"{path} was repacked by bitsandbytes for CPU inference",
-            "attach before the model is used in eval mode, or use poros.load",
         )
     for part in QUANT_STATE_TENSORS:
         yield FrozenTensor(f"{path}.{part}", module, name, part)

@@ -54,8 +54,10 @@ def byte_that_counts(field: Field, packing: Packing, slab: Tensor) -> int:
     if not field.name.endswith(".nested_quant_map"):
         return field.dtype.itemsize - 1
     # Of the table of nested scales only some entries are used: the one that is farthest from the middle counts most.
+    # On processors with AVX-512, bitsandbytes 0.49 and 0.50 don't read the last scales of a weight whose rows aren't
+    # multiples of 64 long.
     scales = next(other for other in packing.fields if other.name == field.name.replace("nested_quant_map", "absmax"))
-    used = slab[scales.offset : scales.offset + scales.nbytes].int()
+    used = slab[scales.offset : scales.offset + -(-scales.nbytes // 2)].int()
     return 4 * int(used[(used - 127).abs().argmax()]) + 3
 
 
