@@ -23,7 +23,7 @@ from poros.config import LoraPart, StreamConfig
 from poros.engine.adapters import lora_config
 from poros.engine.attach import attach
 from poros.engine.attention import attention_path
-from poros.engine.budget import enforce, lift, planned
+from poros.engine.budget import enforce, lift, planned, process_bytes
 from poros.engine.engine import engine_of
 from poros.engine.load import default_device
 from poros.engine.optimizer import adamw_for
@@ -75,7 +75,7 @@ def main() -> None:
         optimizer = adamw_for(engine)(list(adapters_of(model).values()), lr=1e-4)
         draw, ids = random.Random(0), torch.Generator().manual_seed(0)
         model.train()
-        seconds, recorded, lengths = [], [], []
+        seconds, recorded, lengths, process = [], [], [], []
         for _ in range(arguments.steps):
             length = draw.randint(64, arguments.longest)
             padded = -(-length // multiple) * multiple
@@ -96,6 +96,7 @@ def main() -> None:
             seconds.append(round(time.perf_counter() - began, 4))
             recorded.append(round(getattr(engine.executor, "record_seconds", 0.0) - before, 4))
             lengths.append(padded)
+            process.append(process_bytes(device))
         result = {
             "case": f"{shape.id} (random weights)",
             "cell": cell,
@@ -107,6 +108,8 @@ def main() -> None:
             "eager_blocks": getattr(engine.executor, "num_eager", None),
             "without_room": getattr(engine.executor, "num_without_room", None),
             "vram_reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if device.type == "cuda" else None,
+            "graphs": sum(map(len, getattr(engine.executor, "_shapes", {}).values())),
+            "process_bytes": process,
             "seconds": seconds,
             "recorded": recorded,
             "lengths": lengths,

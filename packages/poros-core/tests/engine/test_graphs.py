@@ -1,7 +1,7 @@
 """The graph executor's bookkeeping, on a CPU: recording is replaced by running again into the same results.
 
 What a CUDA graph does is run the same kernels on the same addresses. Here a replay runs the recorded function once
-more and copies what comes out to where the first run left its results. Whatever reads an argument that isn't a static
+more; what comes out must lie where the first run left its results. Whatever reads an argument that isn't a static
 buffer reads a stale value, as a graph would."""
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class HostGraphs(GraphExecutor):
 
     room = True
 
-    def _warm_up(self, run: Callable[[], Results]) -> None:
-        run()
+    def _warm_up(self, run: Callable[[], Results]) -> Results:
+        return run()
 
     def _record(self, run: Callable[[], Results], pool: Pool) -> tuple[Callable[[], None], Results]:
         if not self.room:
@@ -55,14 +55,13 @@ class HostGraphs(GraphExecutor):
                 raise torch.OutOfMemoryError("made up")
             finally:
                 raise RuntimeError("the recording could not be ended")
-        results = [None if tensor is None else tensor.clone() for tensor in run()]
+        results = run()
         self.num_recorded += 1
 
         def replay() -> None:
-            with torch.no_grad():
-                for static, fresh in zip(results, run(), strict=True):
-                    if static is not None and fresh is not None:
-                        static.copy_(fresh)
+            for static, fresh in zip(results, run(), strict=True):
+                if static is not None and fresh is not None and static.data_ptr() != fresh.data_ptr():
+                    static.copy_(fresh)  # a place has grown since; a graph would still write to the old one
 
         return replay, results
 
@@ -139,7 +138,7 @@ def test_shapes_come_and_go(
 ) -> None:
     """A shape never seen before, more shapes than are kept, masks that come and go, an evaluation in between."""
     stock, streamed, executor = models(checkpoint("gemma3", {}), plugins, families["gemma3"])
-    executor._max_shapes = 2
+    executor._max_graphs = 16
     for rows, length in ((1, 8), (2, 8), (1, 12), (1, 8), (1, 8), (3, 5)):
         ids = torch.randint(3, 100, (rows, length))
         mask = torch.ones_like(ids)
@@ -214,7 +213,7 @@ def test_retyped_adapters_are_recorded_anew(
 @pytest.fixture
 def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused layer on a CPU, with bitsandbytes in the kernel's place."""
-    from poros.engine import graphs
+    from poros.engine import copies
     from poros.engine.kernels import linear
 
     def dequantise(codes: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -222,7 +221,7 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
         return restored if out is None else out.copy_(restored)
 
     monkeypatch.setattr(linear, "dequantise", dequantise)
-    monkeypatch.setattr(graphs, "can_fuse", lambda layer: type(layer) is bnb.nn.Linear4bit)
+    monkeypatch.setattr(copies, "can_fuse", lambda layer: type(layer) is bnb.nn.Linear4bit)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
@@ -346,15 +345,15 @@ def test_the_head_does_not_come_while_a_block_is_recorded(
     )
     streamer, warm_up, seen = engine_of(streamed).streamer, HostGraphs._warm_up, []
 
-    def looking(self: HostGraphs, run: Callable[[], Results]) -> None:
+    def looking(self: HostGraphs, run: Callable[[], Results]) -> Results:
         seen.append(streamer.head in streamer._contents)
-        warm_up(self, run)
+        return warm_up(self, run)
 
     monkeypatch.setattr(HostGraphs, "_warm_up", looking)
     ids = torch.randint(3, 100, (1, 8))
     for _ in range(2):
         assert same(step(stock, ids), step(streamed, ids))
-    assert len(seen) == 2 * (2 + 2)  # per kind: two slots, forward and backward
+    assert len(seen) >= 2 * (2 + 2)  # per kind: two slots, forward and backward
     assert not any(seen)
     assert executor.num_eager == 0
 
@@ -385,8 +384,12 @@ def test_values_that_no_gradient_needs_are_found(
     for _ in range(3):
         assert same(step(stock, ids), step(streamed, ids))
     assert found
-    for copies, layers in zip(next(iter(executor._shapes.values())).copies.values(), found, strict=True):
-        names = {name for name, module in copies[0].template.layer.named_modules() if module in layers}
+    recorded = next(iter(executor._shapes.values())).recorded
+    assert len(recorded) == len(found)
+    for layers, graphs_of_block in zip(found, recorded.values(), strict=True):
+        layer = graphs_of_block.copy.layers[0].template.layer
+        assert graphs_of_block.copy.unused == layers
+        names = {name for name, module in layer.named_modules() if module in layers}
         assert {name.removesuffix(".base_layer") for name in names} == unused
 
 
@@ -411,11 +414,11 @@ def test_one_layer_that_can_not_be_fused_keeps_its_block_in_the_slot(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from poros.engine import graphs
+    from poros.engine import copies
 
-    right = graphs.matches
+    right = copies.matches
     monkeypatch.setattr(
-        graphs, "matches", lambda layer, rows, dtype: layer.in_features == 64 and right(layer, rows, dtype)
+        copies, "matches", lambda layer, rows, dtype: layer.in_features == 64 and right(layer, rows, dtype)
     )
     stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
     ids = torch.randint(3, 100, (1, 8))
@@ -599,7 +602,7 @@ def test_a_shape_that_was_given_up_while_its_batch_is_under_way(
 ) -> None:
     """Its graphs read buffers that must not be replaced meanwhile."""
     stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"], dropout=0.0)
-    executor._max_shapes = 1
+    executor._max_graphs = 4
     found = []
     for model in (stock, streamed):
         losses = []
@@ -615,7 +618,7 @@ def test_a_shape_that_was_given_up_while_its_batch_is_under_way(
 
 
 @pytest.mark.parametrize(("resident", "accumulation"), [(0, 1), ("all", 1), (2, 3)])
-def test_a_plan_has_room_for_the_shapes_that_are_under_way(
+def test_graphs_are_given_up_before_there_are_too_many(
     resident: Any,
     accumulation: int,
     checkpoint: Callable[..., Path],
@@ -623,17 +626,19 @@ def test_a_plan_has_room_for_the_shapes_that_are_under_way(
     plugins: Plugins,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of the last step are gone before the next one's are recorded, and so is their pool."""
+    """The oldest shapes go before new ones are recorded, and with the last graph of a pool the pool."""
     stock, streamed, executor = models(
         checkpoint("qwen2", {}), plugins, families["qwen2"], resident=resident, recompute=resident == 0
     )
-    executor._max_shapes, executor.keeps_eagerly = accumulation, False
+    backward(streamed, 6)
+    of_one_shape = len(next(iter(executor._shapes.values())))
+    executor._max_graphs = accumulation * of_one_shape
     right, renew, alive, pools = HostGraphs._record, HostGraphs._renew_pools, [], set()
     # A replay on the host holds its shape; one on a GPU doesn't.
     monkeypatch.setattr(HostGraphs, "_renew_pools", lambda self: (gc.collect(), renew(self)))
 
     def record(self: HostGraphs, *args: Any) -> Any:
-        alive.append(sum(bool(shape.recorded or shape.chain) for shape in self._alive))
+        alive.append(sum(map(len, self._alive)))
         pools.add(args[1])
         return right(self, *args)
 
@@ -647,9 +652,128 @@ def test_a_plan_has_room_for_the_shapes_that_are_under_way(
             [step() for step in steps] if model is stock else engine_of(model).accumulate(steps)
         assert same(gradients(stock), gradients(streamed))
     assert executor.num_replays > 0
-    assert max(alive) <= accumulation
-    assert len(executor._shapes) == accumulation
+    assert max(alive) <= max(executor._max_graphs, of_one_shape)
+    assert 1 <= len(executor._shapes) <= 2 * accumulation
     assert len(pools) >= (5 if accumulation == 1 else 1)
+
+
+def test_batch_shapes_share_memory_and_copies(
+    fusing: None,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of many lengths come in any order, with masks of their own, and come again."""
+    from poros.engine import graphs
+
+    tried: list[int] = []
+    right = graphs.unused_values
+
+    def counting(layers: Any, differentiate: Any, likely: Any) -> Any:
+        tried.append(0)
+
+        def counted(unused: Any) -> Results:
+            tried[-1] += 1
+            return differentiate(unused)
+
+        return right(layers, counted, likely)
+
+    monkeypatch.setattr(graphs, "unused_values", counting)
+    stock, streamed, executor = models(checkpoint("gemma3", {}), plugins, families["gemma3"])
+    lengths = [*range(20, 3, -1), 8, 20, 5]
+    sizes = set()
+    for length in lengths:
+        ids = torch.randint(3, 100, (2, length))
+        mask = torch.ones_like(ids)
+        mask[1, -2:] = 0
+        for inputs in ({"attention_mask": mask}, {}):
+            assert same(step(stock, ids, **inputs), step(streamed, ids, **inputs)), length
+        sizes.add(executor.statics.nbytes)
+    assert len(executor._shapes) == 2 * len(set(lengths))
+    assert len(sizes) == 1, "the longest row came first, and still more memory was taken for shorter ones"
+    copies = {id(graphs_of.copy) for shape in executor._shapes.values() for graphs_of in shape.recorded.values()}
+    assert len(copies) == len({key for shape in executor._shapes.values() for key in shape.recorded})
+    first, later = tried[: len(copies)], tried[len(copies) :]
+    assert min(first) > 2 >= max(later) > 0
+    recorded = executor.num_recorded
+    step(streamed, torch.randint(3, 100, (2, 12)))
+    assert executor.num_recorded == recorded
+
+
+def test_a_longer_row_after_shorter_ones(
+    fusing: None, checkpoint: Callable[..., Path], families: dict[str, Architecture], plugins: Plugins
+) -> None:
+    """It gets larger static memory, and the graphs of shorter ones go on using theirs."""
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    for length in (4, 9, 30, 4, 9, 30, 4):
+        ids = torch.randint(3, 100, (1, length))
+        assert same(step(stock, ids), step(streamed, ids)), length
+    assert executor.num_eager == 0
+    shapes = list(executor._shapes.values())
+    assert len({shape.hidden.untyped_storage().data_ptr() for shape in shapes}) == 3
+
+
+def test_a_kernel_that_differs_at_some_lengths_only(
+    fusing: None,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from poros.engine import copies
+
+    monkeypatch.setattr(copies, "matches", lambda layer, rows, dtype: rows != 9)
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    for length in (8, 9, 8, 12):
+        ids = torch.randint(3, 100, (1, length))
+        assert same(step(stock, ids), step(streamed, ids)), length
+    in_slots = [any(slot is not None for _, _, slot in shape.recorded) for shape in executor._shapes.values()]
+    assert sorted(in_slots) == [False, False, True]
+
+
+def test_graphs_of_other_shapes_make_room(
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row longer than all before finds no room beside their graphs; the next such row does."""
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    record = HostGraphs._record
+
+    def narrow(self: HostGraphs, *args: Any) -> Any:
+        self.room = len(self._shapes) < 3
+        return record(self, *args)
+
+    monkeypatch.setattr(HostGraphs, "_record", narrow)
+    found = []
+    for length in (8, 9, 30, 30, 8):
+        ids = torch.randint(3, 100, (1, length))
+        assert same(step(stock, ids), step(streamed, ids)), length
+        found.append((len(executor._shapes), executor.num_without_room, executor.num_eager > 0))
+    assert found == [(1, 0, False), (2, 0, False), (1, 0, True), (1, 0, True), (2, 0, True)]
+
+
+def test_a_block_that_changes_the_dtype_runs_eagerly(
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What it gives would be rounded where graphs leave it."""
+    from poros.engine.copies import BlockCopy
+
+    stock, streamed, executor = models(checkpoint("qwen2", {}), plugins, families["qwen2"])
+    run = BlockCopy.run
+    monkeypatch.setattr(BlockCopy, "run", lambda self, *args: run(self, *args).double())
+    ids = torch.randint(3, 100, (1, 8))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert same(step(stock, ids), step(streamed, ids))
+    assert executor.num_recorded == executor.num_replays == 0
+    assert caplog.text.count("running eagerly: a block makes torch.float64") == 1
 
 
 def backward(model: Any, length: int) -> None:
@@ -696,11 +820,11 @@ def test_a_planned_engine_says_so_to_its_graphs(
     from poros.engine.engine import Engine
 
     monkeypatch.setattr(Engine, "_takes_graphs", staticmethod(lambda *args: True))
-    for options, shapes in (({}, 4), ({"vram": "1GB", "tokens": 64}, 1)):
+    for options in ({}, {"vram": "1GB", "tokens": 64}):
         model = poros.load(checkpoint("qwen2", {}), device="cpu", plugins=plugins, **options)  # type: ignore[arg-type]
         executor = engine_of(model).executor
         assert isinstance(executor, GraphExecutor)
-        assert (executor._max_shapes, executor.keeps_eagerly) == (shapes, not options)
+        assert executor.keeps_eagerly == (not options)
 
 
 def test_kept_graphs_that_are_gone_when_they_are_wanted(
@@ -735,9 +859,8 @@ def test_graphs_of_adapters_as_they_were_do_not_pile_up(
                 module.scaling["default"] = 0.5 + number
         for _ in range(2):
             step(streamed, ids)
-    shape = next(iter(executor._shapes.values()))
-    assert len(shape.copies) <= 6
-    assert len(shape.recorded) <= 12
+    assert len(executor._copies) <= 6
+    assert all(len(shape.recorded) <= 12 for shape in executor._shapes.values())
 
 
 def test_anomaly_detection_runs_eagerly(

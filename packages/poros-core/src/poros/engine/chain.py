@@ -8,8 +8,8 @@ block are given up exactly when its backward pass has been recorded.
 So there is room for the activations of one forward pass at a time. Whoever replays a backward graph must know that no
 other forward pass has run since; `GraphVisit` compares numbers of passes, and runs the block again if one has.
 
-The copies' adapters share the memory of the model's own: nothing is copied before a replay, and a block whose adapters
-have moved is recorded anew.
+Each link has a copy of its block's layers for itself, whose adapters share the memory of the model's own: nothing is
+copied before a replay, and a block whose adapters have moved is recorded anew.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from poros.engine.copies import BlockCopy
 from poros.engine.executor import BlockSignature, Surroundings
-from poros.engine.replay import LayerCopy, Pool, Results, ShapeGraphs, bound, run_copies
+from poros.engine.replay import Pool, Results, ShapeGraphs
 from poros.stream.slots import Slot
 
-WarmUp = Callable[[Callable[[], Results]], None]
+WarmUp = Callable[[Callable[[], Results]], Results]
 Record = Callable[[Callable[[], Results], Pool], tuple[Callable[[], None], Results]]
 
 
@@ -40,8 +41,8 @@ class Link:
         block: Which.
         home: The slot in which it stays.
         signature: Of the block as it was recorded.
-        copies: Of its layers.
-        live, static: The adapters of the block and of the copies, in the same order.
+        copy: Of its layers.
+        live: The adapters of the block, in the order of the copy's.
         forward, backward: Start a replay.
         output: Where the forward graph leaves the block's output.
         gradients: Where the backward graph leaves the gradients of the input and of the adapters.
@@ -51,9 +52,8 @@ class Link:
     block: int
     home: Slot
     signature: BlockSignature
-    copies: Sequence[LayerCopy]
+    copy: BlockCopy
     live: Sequence[nn.Parameter]
-    static: Sequence[nn.Parameter]
     forward: Callable[[], None] = _not_recorded
     backward: Callable[[], None] = _not_recorded
     output: Tensor | None = None
@@ -62,12 +62,14 @@ class Link:
     result: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for static, live in zip(self.static, self.live, strict=True):
+        for static, live in zip(self.copy.loose, self.live, strict=True):
             static.data = live.data
 
     def is_in_place(self) -> bool:
         """Whether the block's adapters are still where they were."""
-        return all(static.data_ptr() == live.data_ptr() for static, live in zip(self.static, self.live, strict=True))
+        return all(
+            static.data_ptr() == live.data_ptr() for static, live in zip(self.copy.loose, self.live, strict=True)
+        )
 
 
 def record_chain(
@@ -90,7 +92,7 @@ def record_chain(
     """
     warm: set[object] = set()
     for link in links:
-        sort = (link.signature, tuple(made.kind for made in link.copies))
+        sort = (link.signature, tuple(made.kind for made in link.copy.layers))
         forward = _forward(link, graphs, surroundings)
         if sort not in warm:
             warm.add(sort)
@@ -104,11 +106,11 @@ def record_chain(
 
 def _forward(link: Link, graphs: ShapeGraphs, surroundings: Surroundings) -> Callable[[], Results]:
     def run() -> Results:
-        with bound(link.copies, link.home), torch.enable_grad(), surroundings.autocasting():
+        with link.copy.bound(link.home), torch.enable_grad(), surroundings.autocasting():
             # A copy: the static input is overwritten by the next block, and autograd saves this one.
             link.leaf = graphs.hidden.detach().clone().requires_grad_()
-            link.result = run_copies(link.copies, link.leaf, graphs)
-        return [link.result.detach()]
+            link.result = link.copy.run(link.leaf, graphs.calls)
+        return graphs.leave([link.result])
 
     return run
 
@@ -116,10 +118,10 @@ def _forward(link: Link, graphs: ShapeGraphs, surroundings: Surroundings) -> Cal
 def _backward(link: Link, graphs: ShapeGraphs) -> Callable[[], Results]:
     def run() -> Results:
         assert link.leaf is not None and link.result is not None
-        adapters = [parameter for made in link.copies for parameter in made.adapters]
         # As for blocks that are run again: see `GraphExecutor._record_block`.
-        with bound(link.copies, link.home), torch.autocast(graphs.hidden.device.type, enabled=False):
-            wanted = [link.leaf, *adapters]
-            return list(torch.autograd.grad(link.result, wanted, graphs.gradient, allow_unused=True))
+        with link.copy.bound(link.home), torch.autocast(graphs.hidden.device.type, enabled=False):
+            wanted = [link.leaf, *link.copy.adapters]
+            gradients = torch.autograd.grad(link.result, wanted, graphs.gradient, allow_unused=True)
+        return graphs.leave(gradients)
 
     return run

@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MOST_SHAPES = 4
-"""Batch shapes whose graphs are kept where no plan says otherwise."""
-
 ENGINE = "_poros_engine"
 """Attribute of a streamed decoder that holds its engine."""
 
@@ -135,7 +132,6 @@ class Engine:
                 self.boundaries,
                 restore_once=config.restore_once,
                 arena=self.arena,
-                max_shapes=MOST_SHAPES if plan is None else plan.together,
                 keeps_eagerly=plan is None,
             )
         self.gradients = HostGradients(parts.device, config.tier) if config.gradients == "host" else None

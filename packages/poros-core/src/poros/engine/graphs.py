@@ -18,7 +18,6 @@ masks."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import weakref
@@ -31,33 +30,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from poros.checkpoint.frozen import frozen_tensors
 from poros.engine.boundaries import Boundaries
 from poros.engine.chain import Link, record_chain
+from poros.engine.copies import BlockCopy, Copies
 from poros.engine.executor import Batch, EagerExecutor, Surroundings, Visit, set_rng_state
-from poros.engine.kernels.linear import FusedLinear4bit, can_fuse, fused_layers, matches
-from poros.engine.outside import Buffers, put_outside, take_out
+from poros.engine.kernels.linear import FusedLinear4bit
+from poros.engine.outside import Buffers, take_out
 from poros.engine.prologue import Call
 from poros.engine.recording import is_out_of_memory, record, warm_up
-from poros.engine.replay import (
-    GraphBatch,
-    GraphVisit,
-    LayerCopy,
-    Pool,
-    Recorded,
-    Results,
-    ShapeGraphs,
-    bound,
-    new_shape,
-    run_copies,
-)
-from poros.engine.signature import (
-    CannotRecordError,
-    Signature,
-    calls_by_kind,
-    switches_signature,
-    value_signature,
-)
+from poros.engine.replay import GraphBatch, GraphVisit, Pool, Recorded, Results, ShapeGraphs, new_shape
+from poros.engine.signature import CannotRecordError, Signature, calls_by_kind, switches_signature, value_signature
+from poros.engine.statics import Statics
 from poros.engine.template import Template
 from poros.engine.unused import skipping, unused_values
 from poros.stream.schedule import Phase
@@ -65,6 +48,9 @@ from poros.stream.slots import Arena, Slot
 from poros.stream.streamer import Lease, Streamer
 
 log = logging.getLogger(__name__)
+
+MOST_GRAPHS = 512
+"""Graphs that are kept by default: two for each sort of block, at each length of the rows."""
 
 
 class GraphExecutor(EagerExecutor):
@@ -79,7 +65,7 @@ class GraphExecutor(EagerExecutor):
         restore_once: Whether every visit takes its block out of the slot (see `poros.engine.outside`), or only one that
             runs the block several times.
         arena: Memory for what is taken out, if the head has it at other times.
-        max_shapes: Batch shapes whose graphs are kept; the least recently used go first.
+        max_graphs: How many graphs are kept; those of the batch shapes least recently used go first.
         keeps_eagerly: Whether a block that keeps its activations does so where it can't be replayed, too. Within a
             budget there is no room for them beside the graphs', and it is run again instead.
         fuse: Whether to restore weights with Poros's own kernel where it gives the same bits.
@@ -91,6 +77,7 @@ class GraphExecutor(EagerExecutor):
         num_eager: Blocks run again eagerly for want of a graph.
         num_without_room: Times that the card had no room for the graphs of a batch shape.
         buffers: Where blocks are taken out to.
+        statics: What replays read and leave.
         latest_pass: Number of the forward pass that has last run a block.
     """
 
@@ -104,7 +91,7 @@ class GraphExecutor(EagerExecutor):
         *,
         restore_once: bool = True,
         arena: Arena | None = None,
-        max_shapes: int = 4,
+        max_graphs: int = MOST_GRAPHS,
         keeps_eagerly: bool = True,
         fuse: bool = True,
     ) -> None:
@@ -119,11 +106,12 @@ class GraphExecutor(EagerExecutor):
         self._passes = 0
         self._kinds = tuple(kinds)
         self._restore_once = restore_once
-        self._max_shapes = max_shapes
-        self._fuse = fuse
+        self._max_graphs = max_graphs
         self._shapes: OrderedDict[Signature, ShapeGraphs] = OrderedDict()
         self._alive: weakref.WeakSet[ShapeGraphs] = weakref.WeakSet()  # those of batches under way included
         self.buffers = Buffers(arena)
+        self.statics = Statics()
+        self._copies = Copies(self.buffers, fuse)
         self._takings: dict[Signature, dict[int, Callable[[], None]]] = {}
         self._pool, self._taking_pool, self._chain_pool = Pool(), Pool(), Pool()
         self._tried: dict[Signature, bool] = {}
@@ -163,6 +151,8 @@ class GraphExecutor(EagerExecutor):
             log.warning("running eagerly: %s", error)
             return plain
         if graphs.stale:
+            for kind, call in zip(self._kinds, calls, strict=True):
+                graphs.place(kind, call)
             self._record_missing(graphs)
         if graphs.full:
             return plain
@@ -182,10 +172,11 @@ class GraphExecutor(EagerExecutor):
             tuple((kind, signature) for kind, (_, signature) in by_kind.items()),
         )
         if key not in self._shapes:
-            while len(self._shapes) >= self._max_shapes:  # first, so that there is room for what is recorded next
-                self._shapes.popitem(last=False)
+            needed = max(map(len, self._shapes.values()), default=0)
+            while self._shapes and sum(map(len, self._shapes.values())) + needed > self._max_graphs:
+                self._shapes.popitem(last=False)  # first, so that there is room for what is recorded next
             arguments = {kind: call for kind, (call, _) in by_kind.items()}
-            self._shapes[key] = new_shape(hidden, arguments, restore_once, chained)
+            self._shapes[key] = new_shape(hidden, arguments, restore_once, chained, self.statics)
             self._alive.add(self._shapes[key])
             self._renew_pools()
         self._shapes.move_to_end(key)
@@ -222,17 +213,25 @@ class GraphExecutor(EagerExecutor):
                 self._record_blocks(graphs, blocks, surroundings)
             if chain_is_old:
                 self._record_chain(graphs, chain, surroundings)
+        except CannotRecordError as error:
+            graphs.full = True
+            log.warning("running eagerly: %s", error)
+            return
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            graphs.full = True
             for key in set(graphs.recorded) - known:  # the others may belong to a batch that is still on its way back
                 del graphs.recorded[key]
             graphs.chain.clear()
+            graphs.full = not self._drop_others(graphs)
             self._renew_pools()
+            if not graphs.full:
+                return
             self.num_without_room += 1
             if not any(shape.recorded for shape in self._alive):
                 self._takings.clear()
+                self._copies.forget()
+                self.statics.forget()
                 self.buffers.forget()
             log.warning(
                 "no room to record graphs for %s (%s); such batches run eagerly, slower and with the same numbers",
@@ -243,8 +242,19 @@ class GraphExecutor(EagerExecutor):
         finally:
             set_rng_state(surroundings.rng, device)
             self.record_seconds += time.perf_counter() - began
-        graphs.forget_old({self.key(block) for block in range(len(self))})
+        gone = self._copies.forget_old({self.key(block) for block in range(len(self))})
+        for shape in self._alive:
+            shape.forget(gone)
         log.info("recorded graphs for %s", tuple(graphs.hidden.shape))
+
+    def _drop_others(self, graphs: ShapeGraphs) -> bool:
+        """Make room for graphs by dropping those of other shapes; whether it is worth another try next time."""
+        others = [key for key, shape in self._shapes.items() if shape is not graphs and len(shape)]
+        for key in others:
+            del self._shapes[key]
+        again, graphs.retried = bool(others) and not graphs.retried, True
+        graphs.stale = again
+        return again
 
     def _renew_pools(self) -> None:
         """Begin new pools where no graph is left: torch takes a pool back with its last graph."""
@@ -266,96 +276,68 @@ class GraphExecutor(EagerExecutor):
         with self._streamer.visit(first, Phase.FORWARD) as lease:
             self._streamer.drop_head()
             here = lease.slot()
-            if lot not in graphs.copies:
-                copies = [
-                    self._copy(template, kind)
-                    for template, (_, kind) in zip(self._blocks[first], self._layouts[first], strict=True)
-                ]
-                self._fuse_linears(graphs, copies, here, surroundings)
-                if graphs.restore_once:
-                    put_outside(copies, self.buffers)
-                graphs.copies[lot] = copies
-            copies = graphs.copies[lot]
+            kinds = [kind for _, kind in self._layouts[first]]
+            made = self._copies.get(
+                lot, self._blocks[first], kinds, here, graphs.hidden, surroundings, graphs.restore_once
+            )
             slots = {slot.index: slot for block in blocks for slot in self._slots_of(block)}
-            if copies[0].outside:
+            if made.outside:
                 takings = self._takings.setdefault(self._layouts[first], {})
                 for index in slots.keys() - takings.keys():
-                    taking = partial(self._take_out, copies, slots[index])
+                    taking = partial(self._take_out, made, slots[index])
                     self._warm_up(taking)
                     takings[index], _ = self._record(taking, self._taking_pool)
                 if lot not in graphs.recorded:
-                    take_out(copies, here)  # the block's own weights, to try things with
-                    for static in (graphs.hidden, graphs.gradient):
-                        static.normal_()
-                    graphs.recorded[lot] = self._record_block(graphs, copies, None, surroundings)
+                    take_out(made, here)  # the block's own weights, to try things with
+                    graphs.recorded[lot] = self._record_block(graphs, made, None, surroundings)
                 return
             for slot in slots.values():
                 if self.key(first, slot) not in graphs.recorded:
-                    graphs.recorded[self.key(first, slot)] = self._record_block(graphs, copies, slot, surroundings)
+                    graphs.recorded[self.key(first, slot)] = self._record_block(graphs, made, slot, surroundings)
 
     @staticmethod
-    def _take_out(copies: Sequence[LayerCopy], slot: Slot) -> Results:
-        take_out(copies, slot)
+    def _take_out(made: BlockCopy, slot: Slot) -> Results:
+        take_out(made, slot)
         return []
-
-    def _copy(self, template: Template, kind: str) -> LayerCopy:
-        layer = copy.deepcopy(template.layer)
-        adapters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        return LayerCopy(Template(layer, frozen_tensors(layer), template.packing), adapters, kind)
-
-    def _fuse_linears(
-        self, graphs: ShapeGraphs, copies: Sequence[LayerCopy], slot: Slot, surroundings: Surroundings
-    ) -> None:
-        """Use fused linear layers in the copies where, with the weights in this slot, they give the same bits."""
-        layers = [layer for made in copies for layer in made.template.layer.modules() if can_fuse(layer)]
-        if not self._fuse or not layers:
-            return
-        rows, dtype = graphs.hidden.numel() // graphs.hidden.shape[-1], graphs.hidden.dtype
-        switches = switches_signature(graphs.hidden.device)
-        with bound(copies, slot), surroundings.autocasting():
-            for layer in layers:
-                key = (layer.out_features, layer.in_features, layer.bias is not None, rows, dtype, *switches)
-                if key not in self._tried:
-                    self._tried[key] = matches(layer, rows, dtype)
-                    if not self._tried[key]:
-                        log.warning("the fused kernel differs from bitsandbytes at %s; not used there", key[:2])
-                if self._tried[key]:
-                    layer.__class__ = FusedLinear4bit
 
     # -- recording ----------------------------------------------------------------------------------------------------
 
     def _record_block(
-        self, graphs: ShapeGraphs, copies: Sequence[LayerCopy], slot: Slot | None, surroundings: Surroundings
+        self, graphs: ShapeGraphs, made: BlockCopy, slot: Slot | None, surroundings: Surroundings
     ) -> Recorded:
-        adapters = [parameter for made in copies for parameter in made.adapters]
-
         def forward() -> Results:
-            with bound(copies, slot), torch.no_grad(), surroundings.autocasting():
-                return [run_copies(copies, graphs.hidden, graphs)]
+            with made.bound(slot), torch.no_grad(), surroundings.autocasting():
+                return graphs.leave([made.run(graphs.hidden, graphs.calls)])
 
         def backward(unused: Sequence[FusedLinear4bit] = (), how: Literal["nan", "empty"] = "empty") -> Results:
             leaf = graphs.hidden.detach().requires_grad_()
-            with bound(copies, slot):
+            with made.bound(slot):
                 with torch.enable_grad(), surroundings.autocasting(), skipping(unused, how):
-                    output = run_copies(copies, leaf, graphs)
+                    output = made.run(leaf, graphs.calls)
                 # Recording happens inside the caller's autocast, a backward pass outside it: products that the forward
                 # pass did in float32 would be differentiated in bf16.
                 with torch.autocast(graphs.hidden.device.type, enabled=False):
-                    return list(torch.autograd.grad(output, [leaf, *adapters], graphs.gradient, allow_unused=True))
+                    wanted = [leaf, *made.adapters]
+                    gradients = torch.autograd.grad(output, wanted, graphs.gradient, allow_unused=True)
+            return graphs.leave(gradients)
 
         def trial(unused: Sequence[FusedLinear4bit]) -> Results:
             set_rng_state(surroundings.rng, graphs.hidden.device)
-            return backward(unused, "nan")
+            results = self._warm_up(partial(backward, unused, "nan"))
+            return [None if tensor is None else tensor.clone() for tensor in results]
 
-        for run in (forward, backward):
-            self._warm_up(run)
-        fused = [] if slot is not None else [layer for made in copies for layer in fused_layers(made.template.layer)]
-        recompute = partial(backward, unused_values(fused, trial) if fused else ())
+        for static in (graphs.hidden, graphs.gradient):
+            static.normal_()
+        self._warm_up(forward)
+        if slot is None:
+            made.unused = unused_values(made.fused(), trial, made.unused)
+        else:
+            self._warm_up(backward)
+        recompute = partial(backward, (made.unused or ()) if slot is None else ())
         replay_forward, (output,) = self._record(forward, self._pool)
         replay_backward, gradients = self._record(recompute, self._pool)
         assert output is not None
-        loose = [parameter for made in copies for parameter in made.template.loose()]
-        return Recorded(loose, replay_forward, output, replay_backward, gradients, slot is None)
+        return Recorded(made, replay_forward, output, replay_backward, gradients)
 
     def _record_chain(self, graphs: ShapeGraphs, homes: dict[int, Slot], surroundings: Surroundings) -> None:
         """Record the blocks that keep their activations."""
@@ -363,15 +345,11 @@ class GraphExecutor(EagerExecutor):
         self._renew_pools()
         links = []
         for block, home in homes.items():
-            copies = [
-                self._copy(template, kind)
-                for template, (_, kind) in zip(self._blocks[block], self._layouts[block], strict=True)
-            ]
-            live = [parameter for template in self._blocks[block] for parameter in template.loose()]
-            static = [parameter for made in copies for parameter in made.template.loose()]
+            kinds = [kind for _, kind in self._layouts[block]]
             with self._streamer.visit(block, Phase.FORWARD) as lease:
-                self._fuse_linears(graphs, copies, lease.slot(), surroundings)
-            links.append(Link(block, home, self.signature(block), copies, live, static))
+                made = self._copies.another(self._blocks[block], kinds, lease.slot(), graphs.hidden, surroundings)
+            live = [parameter for template in self._blocks[block] for parameter in template.loose()]
+            links.append(Link(block, home, self.signature(block), made, live))
         record_chain(links, graphs, surroundings, self._warm_up, self._record, self._chain_pool)
         graphs.chain.update((link.block, link) for link in links)
 
@@ -380,8 +358,8 @@ class GraphExecutor(EagerExecutor):
         link = graphs.chain.get(block)
         return link is not None and link.signature == self.signature(block) and link.is_in_place()
 
-    def _warm_up(self, run: Callable[[], Results]) -> None:
-        warm_up(run, self._streamer.device)
+    def _warm_up(self, run: Callable[[], Results]) -> Results:
+        return warm_up(run, self._streamer.device)
 
     def _record(self, run: Callable[[], Results], pool: Pool) -> tuple[Callable[[], None], Results]:
         self.num_recorded += 1

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from poros.dimensions import aligned
-from poros.engine.kernels.linear import FusedLinear4bit, fused_layers
-from poros.engine.replay import LayerCopy, bound
+from poros.engine.kernels.linear import FusedLinear4bit
 from poros.engine.signature import Signature
 from poros.engine.template import Template
 from poros.stream.slots import Arena, Slot
+
+if TYPE_CHECKING:
+    from poros.engine.copies import BlockCopy
 
 
 class Buffers:
@@ -76,21 +78,20 @@ def _kinds(template: Template) -> Iterator[tuple[str, tuple[int, ...], torch.dty
             yield place.name, (owner.out_features, owner.in_features), torch.bfloat16
 
 
-def put_outside(copies: Sequence[LayerCopy], buffers: Buffers) -> bool:
-    """Let the copies of a block's layers read buffers instead of a slot.
+def put_outside(block: BlockCopy, buffers: Buffers) -> None:
+    """Let the copies of a block's layers read buffers instead of a slot, if that is possible.
+
+    Every 4-bit weight must be one of a fused layer for that; if not, nothing is changed.
 
     Args:
-        copies: In the order of the block.
+        block: The copies.
         buffers: Where each tensor is taken to.
-
-    Returns:
-        Whether that was possible: every 4-bit weight must be one of a fused layer. If not, nothing was changed.
     """
-    places = [place for made in copies for place in made.template.places]
+    places = [place for made in block.layers for place in made.template.places]
     if not all(isinstance(place.owner, FusedLinear4bit) for place in places if place.is_four_bit):
-        return False
+        return
 
-    for position, made in enumerate(copies):
+    for position, made in enumerate(block.layers):
         for place in made.template.places:
             tensor = place.get()
             if not place.is_four_bit:
@@ -101,16 +102,14 @@ def put_outside(copies: Sequence[LayerCopy], buffers: Buffers) -> bool:
                 layer.restored = buffers.get(position, place.name, shape, torch.bfloat16, tensor.device)
         # The template returns to what it finds now whenever it was bound to a slot.
         made.template = Template(made.template.layer, made.template.places, made.template.packing)
-        made.outside = True
-    return True
+    block.outside = True
 
 
-def take_out(copies: Sequence[LayerCopy], slot: Slot) -> None:
-    """Restore and copy everything that lies in a slot into the buffers of `copies`."""
-    held = [(place, place.get()) for made in copies for place in made.template.places if not place.is_four_bit]
-    with bound(copies, slot), torch.no_grad():
-        for made in copies:
-            for layer in fused_layers(made.template.layer):
-                layer.restore()
+def take_out(block: BlockCopy, slot: Slot) -> None:
+    """Restore and copy everything that lies in a slot into the buffers of a block's copies."""
+    held = [(place, place.get()) for made in block.layers for place in made.template.places if not place.is_four_bit]
+    with block.bound(slot), torch.no_grad():
+        for layer in block.fused():
+            layer.restore()
         if held:
             torch._foreach_copy_([buffer for _, buffer in held], [place.get() for place, _ in held])

@@ -11,14 +11,15 @@ import torch
 from poros.engine.replay import Pool, Results
 
 
-def warm_up(run: Callable[[], Results], device: torch.device) -> None:
+def warm_up(run: Callable[[], Results], device: torch.device) -> Results:
     """Run a function once before it is recorded: kernels are compiled and tuned at their first launch."""
     current, stream = torch.cuda.current_stream(device), recording_stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        run()
+        results = run()
     current.wait_stream(stream)
     torch.cuda.empty_cache()  # what it took on that stream could be used on no other
+    return results
 
 
 def record(run: Callable[[], Results], pool: Pool, device: torch.device) -> tuple[Callable[[], None], Results]:

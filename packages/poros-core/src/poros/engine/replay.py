@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from poros.engine.copies import BlockCopy
 from poros.engine.executor import Batch, Surroundings, Visit
 from poros.engine.prologue import Call
-from poros.engine.signature import Signature, map_tensors, tensors_of
+from poros.engine.signature import IGNORED_ARGUMENTS, CannotRecordError, Signature, map_tensors, tensors_of
+from poros.engine.statics import Place, Statics
 from poros.engine.template import Template
-from poros.stream.slots import Slot
 from poros.stream.streamer import Lease
 
 if TYPE_CHECKING:
@@ -24,42 +25,23 @@ if TYPE_CHECKING:
 Results = list[Tensor | None]
 
 
-@dataclass
-class LayerCopy:
-    """A copy of a layer that is recorded in its place.
-
-    Attributes:
-        template: Over the copy.
-        adapters: Its trainable parameters, static buffers.
-        kind: The layer kind, which says with which arguments it is called.
-        outside: Whether everything in its slot is taken out at the begin of a visit: 4-bit weights are restored into
-            buffers, the rest is copied. It is recorded without a slot then.
-    """
-
-    template: Template
-    adapters: list[nn.Parameter]
-    kind: str
-    outside: bool = False
-
-
 @dataclass(frozen=True)
 class Recorded:
     """The two recorded directions of a block.
 
     Attributes:
-        loose: The static adapters of the block, trained or not.
+        copy: Of the block's layers. It says whether the block must be taken out of its slot first; otherwise it is read
+            where it lies.
         forward, backward: Start a replay.
         output: Where the forward graph leaves the block's output.
         gradients: Where the backward graph leaves the gradients of the input and of the adapters.
-        outside: Whether the block must be taken out of its slot first; otherwise it is read where it lies.
     """
 
-    loose: list[nn.Parameter]
+    copy: BlockCopy
     forward: Callable[[], None]
     output: Tensor
     backward: Callable[[], None]
     gradients: Results
-    outside: bool
 
 
 @dataclass(eq=False)
@@ -73,50 +55,77 @@ class Pool:
     handle: Any = None
 
 
-_OLD_LOTS = 4
-"""Sorts of blocks that were, and may come back (adapters that are switched to and fro), whose graphs are kept."""
-
-
 @dataclass(eq=False)
 class ShapeGraphs:
     """Everything recorded for one batch shape.
 
     Attributes:
+        statics: Memory of all shapes.
         hidden, gradient: Static input and output gradient of a block, [batch, tokens, hidden].
+        output: Where a block's output, or the gradient of its input, is left.
         calls: Static arguments of each layer kind.
-        loaded: For each layer kind, the tensors (and their versions) whose values its static arguments hold now.
+        places: For each layer kind, where its arguments are.
         restore_once: Whether a visit restores its weights once for all their uses, where that can be done.
         chained: Whether the blocks that keep their activations do so here.
-        copies: Key of a block outside a slot -> the copies of its layers.
         recorded: Key of a block, in a slot or outside one -> graphs.
         chain: Block -> its graphs, for blocks that keep their activations.
         stale: Whether something was missing when it was last looked for.
-        full: The card had no room; this shape runs eagerly.
+        retried: Whether those of other shapes have once been dropped to make room for these.
+        full: The card had no room, or a block can't be recorded; this shape runs eagerly.
     """
 
+    statics: Statics
     hidden: Tensor
     gradient: Tensor
+    output: Tensor
     calls: dict[str, Call]
-    loaded: dict[str, list[tuple[Tensor, int] | None]]
+    places: dict[str, list[Place]]
     restore_once: bool
     chained: bool
-    copies: dict[Signature, list[LayerCopy]] = field(default_factory=dict)
     recorded: dict[Signature, Recorded] = field(default_factory=dict)
     chain: dict[int, Link] = field(default_factory=dict)
     stale: bool = True
+    retried: bool = False
     full: bool = False
 
-    def forget_old(self, current: set[Signature]) -> None:
-        """Drop graphs of blocks as they once were. A batch under way that still wanted them goes on eagerly.
+    def __len__(self) -> int:
+        """How many graphs there are."""
+        return 2 * (len(self.recorded) + len(self.chain))
 
-        Args:
-            current: Keys, outside a slot, of all blocks as they are.
+    def forget(self, lots: Sequence[Signature]) -> None:
+        """Drop graphs of blocks as they once were. A batch under way that still wanted them goes on eagerly."""
+        gone = {lot[:2] for lot in lots}
+        for key in [key for key in self.recorded if key[:2] in gone]:
+            del self.recorded[key]
+
+    def place(self, kind: str, call: Call) -> None:
+        """Copy the arguments of a layer of a kind to where its graphs read them, those that aren't there already."""
+        static: list[Tensor] | None = None
+        for number, (place, tensor) in enumerate(zip(self.places[kind], tensors_of(call), strict=True)):
+            held = place.holds
+            if held is None or held[0] is not tensor or held[1] != tensor._version:
+                static = tensors_of(self.calls[kind]) if static is None else static
+                # `data`: a graph reads memory, and autograd's count of changes means nothing to it.
+                static[number].data.copy_(tensor)
+                place.holds = (tensor, tensor._version)
+
+    def leave(self, results: Sequence[Tensor | None]) -> Results:
+        """Put a block's output, or the gradients of its input and of its adapters, where a replay leaves them.
+
+        Raises:
+            CannotRecordError: the output has another dtype or shape than the input.
         """
-        old = [lot for lot in self.copies if lot not in current]
-        for lot in old[: max(0, len(old) - _OLD_LOTS)]:
-            del self.copies[lot]
-            for key in [key for key in self.recorded if key[:2] == lot[:2]]:
-                del self.recorded[key]
+        first, *gradients = results
+        if first is not None and (first.dtype, first.shape) != (self.output.dtype, self.output.shape):
+            raise CannotRecordError(f"a block makes {first.dtype} of {self.output.dtype}")
+        left: Results = [None if first is None else self.output]
+        for index, tensor in enumerate(gradients):
+            left.append(None if tensor is None else self.statics.like(("gradient", index), tensor))
+        with torch.no_grad():
+            for tensor, place in zip(results, left, strict=True):
+                if tensor is not None and place is not None:
+                    place.copy_(tensor)
+        return left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +173,7 @@ class GraphVisit(Visit):
         super().__init__(templates, start, lease, bindings)
         self._block = block
         self._executor = executor
-        self._ready: Recorded | None = None
+        self._ready: BlockCopy | None = None
 
     def forward(self, hidden: Tensor, batch: Batch, surroundings: Surroundings) -> Tensor:
         recorded = self._recorded(batch)
@@ -237,16 +246,16 @@ class GraphVisit(Visit):
             recorded = None
         if recorded is None:
             batch.graphs.stale = True
-        elif recorded is not self._ready:
+        elif recorded.copy is not self._ready:
             # Once a visit: neither adapters nor weights change meanwhile.
-            self._ready = recorded
-            if recorded.outside and take_out is not None and not self._lease.held:
+            self._ready = recorded.copy
+            if recorded.copy.outside and take_out is not None and not self._lease.held:
                 # An earlier micro-batch of this visit may have run eagerly: its layers are bound to the slot.
                 self._lease.hold(take_out, release=not self._bound)
             live: list[Tensor] = [parameter for template in self._templates for parameter in template.loose()]
             if live:
                 with torch.no_grad():
-                    torch._foreach_copy_(list[Tensor](recorded.loose), live)
+                    torch._foreach_copy_(list[Tensor](recorded.copy.loose), live)
         return recorded
 
     def _place(self, hidden: Tensor, batch: GraphBatch) -> None:
@@ -257,18 +266,8 @@ class GraphVisit(Visit):
     def _place_arguments(self, batch: GraphBatch) -> None:
         """Copy those arguments into the static buffers that aren't there already."""
         self._executor.num_replays += 1
-        graphs = batch.graphs
         for index in range(self._start, self._start + len(self._templates)):
-            kind = self._executor.layer_kind(index)
-            loaded = graphs.loaded[kind]
-            static: list[Tensor] | None = None
-            for number, tensor in enumerate(tensors_of(batch.calls[index])):
-                held = loaded[number]
-                if held is None or held[0] is not tensor or held[1] != tensor._version:
-                    static = tensors_of(graphs.calls[kind]) if static is None else static
-                    # `data`: a graph reads memory, and autograd's count of changes means nothing to it.
-                    static[number].data.copy_(tensor)
-                    loaded[number] = (tensor, tensor._version)
+            batch.graphs.place(self._executor.layer_kind(index), batch.calls[index])
 
 
 def _taken(static: Results, needs_hidden: bool) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -283,37 +282,25 @@ def _taken(static: Results, needs_hidden: bool) -> tuple[Tensor | None, list[Ten
     return (first.clone() if needs_hidden and first is not None else None), gradients
 
 
-def new_shape(hidden: Tensor, calls: dict[str, Call], restore_once: bool, chained: bool) -> ShapeGraphs:
+def new_shape(
+    hidden: Tensor, calls: dict[str, Call], restore_once: bool, chained: bool, statics: Statics
+) -> ShapeGraphs:
     """An empty entry for batches like this one."""
+    static: dict[str, Call] = {}
+    places: dict[str, list[Place]] = {kind: [] for kind in calls}
+    for kind, call in calls.items():
 
-    def own(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor).copy_(tensor)
+        def own(tensor: Tensor, kind: str = kind) -> Tensor:
+            places[kind].append(statics.place((kind, len(places[kind])), tensor))
+            return places[kind][-1].like(tensor)
 
-    static = {kind: Call(map_tensors(call.args, own), map_tensors(call.kwargs, own)) for kind, call in calls.items()}
-    return ShapeGraphs(
-        hidden=torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False),
-        gradient=torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False),
-        calls=static,
-        loaded={kind: [None] * len(tensors_of(call)) for kind, call in static.items()},
-        restore_once=restore_once,
-        chained=chained,
+        args = map_tensors(call.args, own)
+        kwargs = {
+            name: value if name in IGNORED_ARGUMENTS else map_tensors(value, own) for name, value in call.kwargs.items()
+        }
+        static[kind] = Call(args, kwargs)
+    like = torch.empty_like(hidden, memory_format=torch.contiguous_format, device="meta")
+    of_input, of_gradient, of_output = (
+        statics.place((name,), hidden).like(like) for name in ("input", "gradient", "output")
     )
-
-
-def run_copies(copies: Sequence[LayerCopy], hidden: Tensor, graphs: ShapeGraphs) -> Tensor:
-    """A block's output, [batch, tokens, hidden], from its copies and the static arguments."""
-    for made in copies:
-        hidden = made.template.run(hidden, graphs.calls[made.kind])
-    return hidden
-
-
-@contextmanager
-def bound(copies: Sequence[LayerCopy], slot: Slot | None) -> Iterator[None]:
-    """Every copy of a block bound to its place in a slot; without one, as they are."""
-    with ExitStack() as bindings:
-        start = 0
-        for made in copies if slot is not None else ():
-            assert slot is not None
-            bindings.enter_context(made.template.bound(slot, start))
-            start += made.template.packing.nbytes
-        yield
+    return ShapeGraphs(statics, of_input, of_gradient, of_output, static, places, restore_once, chained)

@@ -19,8 +19,10 @@ from poros.engine.replay import Results
 
 
 def unused_values(
-    layers: Sequence[FusedLinear4bit], differentiate: Callable[[Sequence[FusedLinear4bit]], Results]
-) -> list[FusedLinear4bit]:
+    layers: Sequence[FusedLinear4bit],
+    differentiate: Callable[[Sequence[FusedLinear4bit]], Results],
+    likely: Sequence[FusedLinear4bit] | None = None,
+) -> Sequence[FusedLinear4bit]:
     """The layers among `layers` on whose value no gradient depends.
 
     Args:
@@ -31,6 +33,8 @@ def unused_values(
     right = differentiate([])
     if not all(tensor is None or bool(torch.isfinite(tensor).all()) for tensor in right):
         return []  # NaN is equal to nothing
+    if likely is not None and (not likely or _same(differentiate(likely), right)):
+        return likely
     found = [layer for layer in layers if _same(differentiate([layer]), right)]
     return found if _same(differentiate(found), right) else []
 
