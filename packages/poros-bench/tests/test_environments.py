@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from poros.config import LoraPart
 from poros.errors import ConfigError
 from poros.plugins import load_plugins
-from poros.provenance import provenance
+from poros.provenance import package_version, provenance
 from poros.testing.checkpoints import make_checkpoint
 from poros_bench import environments
 from poros_bench.cli import bench
@@ -32,7 +32,7 @@ def script(path: Path, text: str) -> Path:
 
 def test_every_method_runs_here_unless_told_otherwise() -> None:
     assert HERE.python_of("soup") == sys.executable
-    assert HERE.versions_of("soup") == versions(provenance())
+    assert HERE.versions_of(METHODS["soup"]) == versions(provenance(), package_version("soup-cli"))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,28 @@ def test_a_python_without_poros_bench_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't run cells: no module called poros_bench") as caught:
         parse([f"soup={python}"], METHODS)
     assert "install poros-bench" in caught.value.hint
+
+
+def test_a_python_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "ANSWERS_IN_S", 0.2)
+    python = script(tmp_path / "python", "exec sleep 60")
+    with pytest.raises(ConfigError, match=r"can't run cells: no answer within 0\.2 s"):
+        parse([f"soup={python}"], METHODS)
+
+
+@pytest.mark.parametrize("words", ["", "echo hello", "echo '[]'", "echo '[{}, null]'"])
+def test_a_program_that_is_no_python_is_refused(tmp_path: Path, words: str) -> None:
+    python = script(tmp_path / "python", words)
+    with pytest.raises(ConfigError, match=r"can't run cells: .*Error: "):
+        parse([f"soup={python}"], METHODS)
+
+
+def test_a_program_that_can_not_be_started_is_refused(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_bytes(b"\x7fELF, but not really")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match="can't run cells: OSError"):
+        parse([f"soup={python}"], METHODS)
 
 
 def test_a_wrong_python_is_told_before_anything_runs(tmp_path: Path) -> None:
@@ -91,8 +113,12 @@ def test_results_of_another_environment_stand_while_its_versions_do(
     config = MatrixConfig(cases=(Case(name="a", model="x"),), methods=(MethodEntry(method="soup"),))
     other = Environments({"soup": "/there/python"})
     there = provenance().model_copy(update={"transformers": "5.0.0"})
-    monkeypatch.setattr(environments, "_ask", lambda python: there)
+    answers = [(there, "0.77.0")]
+    monkeypatch.setattr(environments, "_ask", lambda python, distribution: answers[-1])
     (one,) = cells_of(config, tmp_path, PLUGINS, environments=other)
-    receipt_of(one.cell, status="ok", provenance=there).append(tmp_path / "receipts.jsonl")
+    measured = receipt_of(one.cell, status="ok", provenance=there, method_version="0.77.0")
+    measured.append(tmp_path / "receipts.jsonl")
     assert cells_of(config, tmp_path, PLUGINS, environments=other)[0].finished is not None
     assert cells_of(config, tmp_path, PLUGINS)[0].finished is None
+    answers.append((there, "0.78.0"))
+    assert cells_of(config, tmp_path, PLUGINS, environments=other)[0].finished is None, "the method itself is newer"

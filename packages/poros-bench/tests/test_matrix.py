@@ -219,10 +219,13 @@ def test_what_changes_torch_is_imported_before_it(tmp_path: Path, monkeypatch: p
     (tmp_path / "unsloth.py").write_text(
         'import sys\nraise NotImplementedError(f\'loaded: {sorted({"torch", "transformers"} & set(sys.modules))}\')\n'
     )
+    (tmp_path / "unsloth-9.9.dist-info").mkdir()
+    (tmp_path / "unsloth-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: unsloth\nVersion: 9.9\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     receipt = run_cell(cell(tmp_path, "unsloth"), 100, tmp_path / "logs")
     assert receipt.status == "skipped"
     assert receipt.reason == "unsloth can't be imported: loaded: []"
+    assert receipt.config["method_version"] == "9.9", "a result stands as long as its method's version does"
 
 
 def test_cells_train_the_same_and_get_the_same_losses(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from poros.config import AttentionPath, hash_of
 from poros.errors import BudgetError, PorosError, one_line
-from poros.provenance import host_peak_bytes, provenance
+from poros.provenance import host_peak_bytes, package_version, provenance
 from poros.receipt import DTYPE_POLICY, Receipt
 from poros_bench.config import SYNTHETIC, Case, MethodEntry
 
@@ -151,16 +151,16 @@ def run(cell: Cell) -> Receipt:
     from poros_bench.plugin import find_method
 
     method = find_method(cell.entry.method)
+    version = {} if method.distribution is None else {"method_version": package_version(method.distribution)}
+    result = partial(receipt_of, cell, **version)
     missing = method.missing()
     if missing:
-        return receipt_of(cell, status="skipped", reason=f"not installed: {', '.join(missing)}")
+        return result(status="skipped", reason=f"not installed: {', '.join(missing)}")
     if method.first is not None:
         try:
             importlib.import_module(method.first)
         except Exception as error:  # noqa: BLE001 - whatever keeps a rival from being imported is the cell's result
-            return receipt_of(
-                cell, status="skipped", reason=f"{method.first} can't be imported: {one_line(error)}"[:300]
-            )
+            return result(status="skipped", reason=f"{method.first} can't be imported: {one_line(error)}"[:300])
 
     import torch
 
@@ -173,17 +173,17 @@ def run(cell: Cell) -> Receipt:
         with path:
             measured = measure(cell, trainee)
         trainee.close()
-        return receipt_of(cell, **measured)
+        return result(**measured)
     except NotApplicableError as error:
-        return receipt_of(cell, status="skipped", reason=str(error))
+        return result(status="skipped", reason=str(error))
     except BudgetError as error:
-        return receipt_of(cell, status="oom", reason=one_line(error)[:300])
+        return result(status="oom", reason=one_line(error)[:300])
     except PorosError as error:
-        return receipt_of(cell, status="error", reason=one_line(error))
+        return result(status="error", reason=one_line(error))
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error).lower():
             raise
-        return receipt_of(cell, status="oom", reason=one_line(error)[:300])
+        return result(status="oom", reason=one_line(error)[:300])
 
 
 class NotApplicableError(Exception):

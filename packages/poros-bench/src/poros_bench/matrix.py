@@ -26,8 +26,9 @@ from poros.plugins import Plugins
 from poros.receipt import Receipt, read_receipts
 from poros_bench.cell import Cell, receipt_of
 from poros_bench.config import MatrixConfig
-from poros_bench.environments import HERE, Environments, versions
+from poros_bench.environments import HERE, Environments, Versions, versions
 from poros_bench.models import directory_of, has_random_weights, name_of
+from poros_bench.plugin import find_method
 
 RECEIPTS = "receipts.jsonl"
 LOGS = "logs"
@@ -71,7 +72,8 @@ def cells_of(
     Raises:
         ConfigError: `only` names nothing.
     """
-    now = {entry.method: environments.versions_of(entry.method) for entry in config.methods}
+    methods = {entry.method: find_method(entry.method, plugins) for entry in config.methods}
+    now = {name: environments.versions_of(method) for name, method in methods.items()}
     done = {receipt.config.get("key"): receipt for receipt in receipts_in(out)}
     wanted_case, _, wanted_method = (only or "*/*").partition("/")
     planned = []
@@ -82,12 +84,17 @@ def cells_of(
                 continue
             cell = Cell(case, entry, directory, name_of(case, plugins))
             found = done.get(cell.key)
-            stands = found is not None and versions(found.provenance) == now[entry.method]
+            stands = found is not None and versions_in(found) == now[entry.method]
             planned.append(Planned(cell, found if stands else None))
     if not planned:
         names = ", ".join(f"{case.name}/{entry.name}" for case in config.cases for entry in config.methods)
         raise ConfigError(f"--only {only} names no cell", f"cells: {names}")
     return planned
+
+
+def versions_in(receipt: Receipt) -> Versions:
+    """What a receipt was measured with."""
+    return versions(receipt.provenance, receipt.config.get("method_version"))
 
 
 def receipts_in(out: Path) -> list[Receipt]:

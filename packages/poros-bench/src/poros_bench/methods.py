@@ -25,6 +25,7 @@ class Method:
         takes_budget: Whether it can be given a budget of GPU memory.
         first: A module that must be imported before torch and transformers, which it changes.
         options: What can be set with `options`; None: nothing.
+        distribution: The package whose version decides, beside the stack's, what is measured.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Method:
     takes_budget: bool = False
     first: str | None = None
     options: type[Part] | None = None
+    distribution: str | None = None
 
 
 def needs(*modules: str) -> Callable[[], Sequence[str]]:
@@ -69,6 +71,7 @@ UNSLOTH = Method(
     missing=needs("unsloth"),
     entry="poros_bench.ways:unsloth",
     first="unsloth",
+    distribution="unsloth",
 )
 
 
@@ -87,4 +90,5 @@ SOUP = Method(
     missing=needs("soup_cli"),
     entry="poros_bench.soup:soup",
     options=SoupOptions,
+    distribution="soup-cli",
 )

@@ -34,6 +34,7 @@ from poros.checkpoint.claims import QUANT_STATE_KEY, STORED_PARTS
 from poros.checkpoint.locate import read_config
 from poros.checkpoint.reader import four_bit_weights
 from poros.checkpoint.shards import Shards
+from poros.parity.stock import adapters_of, make_adapters_count
 from poros.receipt import DTYPE_POLICY
 from poros_bench.cell import Cell, NotApplicableError, Trainee
 from poros_bench.methods import SoupOptions
@@ -55,33 +56,34 @@ def soup(cell: Cell) -> Trainee:
         raise NotApplicableError(str(error).splitlines()[0]) from error
     # Soup writes below the home, working or temporary folder only.
     folder = Path(tempfile.mkdtemp(prefix="soup-"))
-    index = write_layers(cell.directory, folder, architecture, device)
-    model, runtime = build_streamed_model(
-        model_id=str(folder),
-        shard_dir=str(folder),
-        index=index,
-        lora_config=lora_of(cell),
-        device=str(device),
-        dtype=DTYPE,
-        buffers=options.buffers,
-        pin=device.type == "cuda",
-        require_pin=device.type == "cuda",
-        seed=cell.case.seed,
-        quant=NF4,
-        double_quant=True,
-        weights_dir=str(folder),
-        nf4_scale_cache=options.scale_cache,
-    )
-    shutil.rmtree(folder, ignore_errors=True)  # everything is in memory
+    try:
+        index = write_layers(cell.directory, folder, architecture, device)
+        model, runtime = build_streamed_model(
+            model_id=str(folder),
+            shard_dir=str(folder),
+            index=index,
+            lora_config=lora_of(cell),
+            device=str(device),
+            dtype=DTYPE,
+            buffers=options.buffers,
+            pin=device.type == "cuda",
+            require_pin=device.type == "cuda",
+            seed=cell.case.seed,
+            quant=NF4,
+            double_quant=True,
+            weights_dir=str(folder),
+            nf4_scale_cache=options.scale_cache,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # everything is in memory
     if not options.recompute:
         set_stream_recompute(model, False)
-    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for adapter in adapters:
+    make_adapters_count(model, cell.case.seed)
+    for adapter in adapters_of(model).values():
         adapter.data = adapter.data.to(getattr(torch, options.adapters))
 
     def record() -> dict[str, Any]:
         return {
-            "method_version": importlib.metadata.version("soup-cli"),
             "executor": "soup",
             "stream": {key: value for key, value in runtime.stats().items() if isinstance(value, int | str | bool)},
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import torch
@@ -123,7 +122,6 @@ def unsloth(cell: Cell) -> Trainee:
         device=adapter.device,
         make_optimizer=torch.optim.AdamW,
         attention=None,
-        record=lambda: {"method_version": importlib.metadata.version("unsloth")},
         dtype_policy=DTYPE_POLICY.replace("float32", str(adapter.dtype).removeprefix("torch.")),
     )
 
