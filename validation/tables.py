@@ -11,6 +11,7 @@ from pathlib import Path
 from poros.config import StreamConfig
 from poros.plan.cards import CARDS
 from poros.plan.job import Job
+from poros.plan.memory import outside_torch
 from poros.plan.search import Plan, describe
 from poros.plugins import load_plugins
 from poros.receipt import Receipt, read_receipts
@@ -168,7 +169,7 @@ def memory_today(receipt: Receipt) -> tuple[str, float, float]:
     allocated at the fullest moment, with the memory of recorded graphs, which isn't counted as allocated.
     """
     plan = plan_today(receipt)
-    whole, context = plan.device_bytes / 1e9, plan.device["context"] / 1e9
+    whole, context = plan.device_bytes / 1e9, outside_torch(plan.device) / 1e9
     if receipt.config.get("limited") is True:
         assert receipt.plan is not None and receipt.vram_allocated_gb is not None
         pools = receipt.plan["measured_pools"]

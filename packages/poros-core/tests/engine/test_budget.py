@@ -253,6 +253,11 @@ def test_the_limit_is_set_and_lifted(
     with pytest.raises(BudgetError, match=r"holds 3\.0 GB of GPU memory already"):
         budget.enforce(plan, gpu)
     assert len(told) == 2
+    held[0] = 0
+    graphs = dataclasses.replace(plan, device={**plan.device, "context": 3 * 10**8, "recorded graphs": 10**8})
+    budget.enforce(graphs, gpu)
+    assert told[2:] == [pytest.approx(0.16)], "the driver's part is no part of torch's"
+    budget.lift(gpu)
 
 
 def test_a_limit_goes_with_its_model_and_leaves_those_of_others(

@@ -226,9 +226,7 @@ def test_padding_takes_memory() -> None:
     padded = dataclasses.replace(plain, padded=True)
     few, many = (device_components(job, StreamConfig(), CARD) for job in (plain, padded))
     assert few["masks"] == 0
-    assert many["masks"] == 3 * 2 * 2 * 2048 * 2048
-    assert few["graphs of further shapes"] == 0
-    assert many["graphs of further shapes"] == 2 * (4 * plain.hidden_bytes + 2 * plain.adapters[0])
+    assert many["masks"] == (3 + 1) * 2 * 2048 * 2048
     assert many["activations of a block"] > few["activations of a block"]
     kept = StreamConfig(resident="all", recompute=False)
     few, many = (device_components(job, kept, CARD) for job in (plain, padded))

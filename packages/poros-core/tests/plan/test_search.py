@@ -17,8 +17,9 @@ from poros.dimensions import ModelDimensions, gated_layer
 from poros.errors import BudgetError, ConfigError
 from poros.plan.cards import CARDS, Card, card_named, find_card
 from poros.plan.fit import fit, fixed_settings, make_job, stock_bytes
+from poros.plan.graphs import MOST_GRAPHS, graphs_kept, graphs_of_shape, stay_recorded
 from poros.plan.job import Job
-from poros.plan.memory import device_components, host_components
+from poros.plan.memory import device_components, host_components, outside_torch
 from poros.plan.search import CHOICES, best_plan, curve, describe, smallest_plan
 from poros.plan.seconds import copied_bytes, step_seconds
 from poros.plugins import load_plugins
@@ -230,13 +231,13 @@ CELLS = [
 
 KNOWN_GAPS = {
     ("qwen2.5-32b", "poros", 8): -0.119,
-    ("qwen2.5-32b", "poros:resident=all,recompute=false", 1): -0.076,
-    ("qwen2.5-32b", "poros:vram=24GB", 1): -0.072,
+    ("qwen2.5-32b", "poros:resident=all,recompute=false", 1): -0.090,
+    ("qwen2.5-32b", "poros:vram=24GB", 1): -0.083,
 }
 """Shape, method, micro-batches -> how far off the prediction of memory is; docs/planning.md says so.
 
 With 8 micro-batches each left something behind in that tree. The others keep activations: torch kept what recording
-had needed, and no budget held it back.
+had needed, and no budget held it back; and each block had a copy of its adapters beside them.
 """
 
 
@@ -252,11 +253,11 @@ def memory_of(receipt: Receipt, device: dict[str, int]) -> tuple[float, float]:
         assert receipt.plan is not None and receipt.vram_allocated_gb is not None
         pools = receipt.plan["measured_pools"]
         taken = receipt.vram_allocated_gb + pools["graphs reserved"] - pools["graphs allocated"]
-        return taken, (whole - device["context"] - device["allocator"]) / 1e9
+        return taken, (whole - outside_torch(device) - device["allocator"]) / 1e9
     if receipt.vram_device_gb is not None:
         return receipt.vram_device_gb, whole / 1e9
     assert receipt.vram_reserved_gb is not None and receipt.trainable_parameters is not None
-    return receipt.vram_reserved_gb - 4e-9 * receipt.trainable_parameters, (whole - device["context"]) / 1e9
+    return receipt.vram_reserved_gb - 4e-9 * receipt.trainable_parameters, (whole - outside_torch(device)) / 1e9
 
 
 @pytest.mark.parametrize("line", CELLS)
@@ -293,7 +294,7 @@ def test_a_budget_that_was_kept_to_is_not_judged_by_itself() -> None:
     assert receipt.plan is not None
     limit = receipt.plan["vram_budget_gb"] - receipt.plan["components"]["context"]
     assert receipt.vram_reserved_gb == pytest.approx(limit, abs=0.002)
-    taken, _ = memory_of(receipt, {"context": 0, "allocator": 0})
+    taken, _ = memory_of(receipt, {"context": 0, "recorded graphs": 0, "allocator": 0})
     assert taken < limit - 0.3
 
 
@@ -313,6 +314,40 @@ def test_a_job_from_settings() -> None:
     assert not make_job(shares, LoraPart(), 64, 1, StreamConfig(), True).graphs
     assert not make_job(SMALL, LoraPart(), 64, 1, StreamConfig(executor="eager"), True).graphs
     assert not make_job(SMALL, LoraPart(), 64, 1, StreamConfig(), False).graphs
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "padded", "shapes", "expected"),
+    [(512, 1, False, None, 1), (512, 1, True, None, 128), (1000, 2, True, None, 126), (512, 1, True, 7, 7)],
+)
+def test_shapes_of_a_job(tokens: int, rows: int, padded: bool, shapes: int | None, expected: int) -> None:
+    job = make_job(SMALL, LoraPart(), tokens, 1, StreamConfig(), True, rows, padded, shapes)
+    assert job.shapes == expected
+
+
+def test_activations_are_kept_where_their_graphs_stay_recorded() -> None:
+    """Each shape has two graphs for every block that keeps its activations, and no budget makes up for that."""
+    few, many = (published("qwen2.5-7b", shapes=shapes) for shapes in (2, 128))
+    kept = {}
+    for job in (few, many):
+        plan = best_plan(job, CARDS["h200"], 24 * 10**9)
+        assert plan is not None
+        assert plan.max_graphs == graphs_kept(job, plan.stream) <= MOST_GRAPHS
+        assert plan.device["recorded graphs"] == plan.max_graphs * CARDS["h200"].graph_mb * 1e6
+        assert stay_recorded(job, plan.stream)
+        kept[job.shapes] = not plan.stream.recompute
+    assert kept == {2: True, 128: False}
+    by_hand = fit(many, CARDS["h200"], 24 * 10**9, StreamConfig(recompute=False))
+    assert by_hand.stream.resident in ("all", 28)
+    assert by_hand.max_graphs == MOST_GRAPHS < graphs_of_shape(many, by_hand.stream) * many.shapes
+
+
+def test_one_shape_has_all_its_graphs_however_many_they_are() -> None:
+    layers = [gated_layer(hidden=64, inner=64, query=64, key_value=64) for _ in range(300)]
+    job = Job(dimensions=ModelDimensions(**{**vars(SMALL), "layers": layers}), tokens=64)
+    stream = StreamConfig(resident="all", recompute=False)
+    assert graphs_kept(job, stream) == graphs_of_shape(job, stream) == 600
+    assert graphs_of_shape(dataclasses.replace(job, graphs=False), stream) == 0
 
 
 def test_cards_are_found_by_name() -> None:

@@ -58,6 +58,21 @@ def test_nothing_is_left(
         assert name not in before or torch.equal(parameter, before[name])
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_padded_rows_are_rehearsed_where_there_are_any(
+    padded: bool, checkpoint: Callable[..., Path], plugins: Plugins
+) -> None:
+    model = poros.load(checkpoint("qwen2", {}), lora=lora_config(LoraPart(rank=4)), device="cpu", plugins=plugins)
+    masks: list[torch.Tensor] = []
+
+    def step(inputs: Any) -> None:
+        masks.append(inputs["attention_mask"])
+        step_of(model)(inputs)
+
+    rehearse(model, step, rows=2, tokens=24, micro_batches=1, padded=padded)
+    assert [int(mask.sum()) for mask in masks] == ([48, 46] if padded else [48])
+
+
 def test_full_rows_and_padded_ones_are_rehearsed(checkpoint: Callable[..., Path], plugins: Plugins) -> None:
     """Layers get a mask for padded rows only, and with it other kernels."""
     model = poros.load(checkpoint("qwen2", {}), lora=lora_config(LoraPart(rank=4)), device="cpu", plugins=plugins)
@@ -105,5 +120,5 @@ def test_the_trainers_own_step_is_rehearsed_in_every_family(
     )
     trainer = StreamedTrainer(model, arguments)
     marks = text_marks(causal_lm(model))
-    assert rehearse(model, trainer.rehearsal_step, 2, 16, accumulation, marks)
+    assert rehearse(model, trainer.rehearsal_step, 2, 16, accumulation, marks=marks)
     assert all(parameter.grad is None for parameter in model.parameters())

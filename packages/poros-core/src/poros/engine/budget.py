@@ -17,6 +17,7 @@ from poros.dimensions import Values
 from poros.errors import BudgetError, ConfigError
 from poros.plan.cards import CARDS, Card, card_named
 from poros.plan.fit import dimensions_of, fit, fixed_settings, make_job
+from poros.plan.memory import outside_torch
 from poros.plan.search import Plan, smallest_plan
 from poros.provenance import host_ram_bytes
 from poros.store.tiers import make_store
@@ -40,6 +41,7 @@ def planned(
     tokens: int | None = None,
     rows: int = 1,
     padded: bool = False,
+    shapes: int | None = None,
     micro_batches: int = 1,
     num_layers: int | None = None,
     device: torch.device,
@@ -56,6 +58,7 @@ def planned(
         tokens: Of a micro-batch, padding included, if the settings don't say.
         rows: Rows of a micro-batch.
         padded: Whether rows may be padded.
+        shapes: Batch shapes that micro-batches may have; see `make_job`.
         micro_batches: Per optimizer step.
         num_layers: Of a model that is cut to its first layers.
         device: Where.
@@ -79,7 +82,8 @@ def planned(
     card = card_of(device)
     dimensions = dimensions_of(architecture, values)
     dimensions = dataclasses.replace(dimensions, layers=dimensions.layers[:num_layers])
-    job = make_job(dimensions, lora, tokens, micro_batches, stream, device.type == "cuda", rows, padded, towers)
+    graphs = device.type == "cuda"
+    job = make_job(dimensions, lora, tokens, micro_batches, stream, graphs, rows, padded, shapes, towers)
     if budget is None:
         budget = smallest_plan(job, card, stream, fixed | fixed_settings(stream), host).device_bytes
     return fit(job, card, budget, stream, host, fixed)
@@ -206,7 +210,7 @@ def check_room(plan: Plan, device: torch.device, own: int = 0) -> None:
         return
     torch.cuda.empty_cache()  # what was there before and is no longer used counts too
     held = torch.cuda.memory_allocated(device) - own
-    if held > plan.budget_bytes - plan.device["context"]:
+    if held > plan.budget_bytes - outside_torch(plan.device):
         raise BudgetError(
             f"this process holds {held / 1e9:.1f} GB of GPU memory already, and the plan counts with all of the "
             f"{plan.budget_bytes / 1e9:.1f} GB",
@@ -236,7 +240,7 @@ def _tell_torch(device: torch.device) -> None:
         plan = _limits[device][-1]
         assert plan.budget_bytes is not None
         _, total = torch.cuda.mem_get_info(device)
-        fraction = min(1.0, (plan.budget_bytes - plan.device["context"]) / total)
+        fraction = min(1.0, (plan.budget_bytes - outside_torch(plan.device)) / total)
     torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 

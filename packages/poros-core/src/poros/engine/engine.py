@@ -36,6 +36,7 @@ from poros.engine.sharing import Shared, run_sharing_block
 from poros.engine.template import Template
 from poros.engine.vocabulary import Vocabulary
 from poros.errors import StreamError, UnsupportedError
+from poros.plan.graphs import MOST_GRAPHS
 from poros.plan.search import Plan
 from poros.store.store import HostStore
 from poros.stream.schedule import evenly_spread
@@ -132,7 +133,8 @@ class Engine:
                 self.boundaries,
                 restore_once=config.restore_once,
                 arena=self.arena,
-                keeps_eagerly=plan is None,
+                max_graphs=MOST_GRAPHS if plan is None else plan.max_graphs,
+                bounded=plan is not None,
             )
         self.gradients = HostGradients(parts.device, config.tier) if config.gradients == "host" else None
         self.executor.gradients = self.gradients

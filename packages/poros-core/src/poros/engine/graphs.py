@@ -43,14 +43,12 @@ from poros.engine.signature import CannotRecordError, Signature, calls_by_kind, 
 from poros.engine.statics import Statics
 from poros.engine.template import Template
 from poros.engine.unused import skipping, unused_values
+from poros.plan.graphs import MOST_GRAPHS
 from poros.stream.schedule import Phase
 from poros.stream.slots import Arena, Slot
 from poros.stream.streamer import Lease, Streamer
 
 log = logging.getLogger(__name__)
-
-MOST_GRAPHS = 512
-"""Graphs that are kept by default: two for each sort of block, at each length of the rows."""
 
 
 class GraphExecutor(EagerExecutor):
@@ -66,8 +64,9 @@ class GraphExecutor(EagerExecutor):
             runs the block several times.
         arena: Memory for what is taken out, if the head has it at other times.
         max_graphs: How many graphs are kept; those of the batch shapes least recently used go first.
-        keeps_eagerly: Whether a block that keeps its activations does so where it can't be replayed, too. Within a
-            budget there is no room for them beside the graphs', and it is run again instead.
+        bounded: Whether there is a budget. A block that keeps its activations doesn't do so where it can't be replayed,
+            for there is no room for them beside the graphs'; it is run again instead. And where a batch outgrows the
+            static memory, the graphs of smaller ones go with it.
         fuse: Whether to restore weights with Poros's own kernel where it gives the same bits.
 
     Attributes:
@@ -92,7 +91,7 @@ class GraphExecutor(EagerExecutor):
         restore_once: bool = True,
         arena: Arena | None = None,
         max_graphs: int = MOST_GRAPHS,
-        keeps_eagerly: bool = True,
+        bounded: bool = False,
         fuse: bool = True,
     ) -> None:
         super().__init__(streamer, blocks, keeping, boundaries)
@@ -101,7 +100,7 @@ class GraphExecutor(EagerExecutor):
         self.num_replays = 0
         self.num_eager = 0
         self.num_without_room = 0
-        self.keeps_eagerly = keeps_eagerly
+        self.bounded = bounded
         self.latest_pass = 0
         self._passes = 0
         self._kinds = tuple(kinds)
@@ -176,8 +175,12 @@ class GraphExecutor(EagerExecutor):
             while self._shapes and sum(map(len, self._shapes.values())) + needed > self._max_graphs:
                 self._shapes.popitem(last=False)  # first, so that there is room for what is recorded next
             arguments = {kind: call for kind, (call, _) in by_kind.items()}
-            self._shapes[key] = new_shape(hidden, arguments, restore_once, chained, self.statics)
-            self._alive.add(self._shapes[key])
+            self.statics.outgrown = False
+            made = new_shape(hidden, arguments, restore_once, chained, self.statics)
+            if self.bounded and self.statics.outgrown:
+                self._shapes.clear()
+            self._shapes[key] = made
+            self._alive.add(made)
             self._renew_pools()
         self._shapes.move_to_end(key)
         return self._shapes[key]

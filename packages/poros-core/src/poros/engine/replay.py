@@ -191,7 +191,7 @@ class GraphVisit(Visit):
         if not isinstance(batch, GraphBatch) or not self._executor.link_is_current(batch.graphs, self._block):
             if isinstance(batch, GraphBatch):
                 batch.graphs.stale = True
-            if self._executor.keeps_eagerly:
+            if not self._executor.bounded:
                 return super().forward_keeping(hidden, batch, surroundings, needs_hidden)
             return self.forward(hidden, batch, surroundings), None
         link = batch.graphs.chain[self._block]

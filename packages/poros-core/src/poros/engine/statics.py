@@ -37,9 +37,13 @@ class Statics:
     """Places by name, each as large as the largest tensor that has asked for it.
 
     A place that is too small is replaced; the graphs that use it keep the old one until they are gone themselves.
+
+    Attributes:
+        outgrown: Whether a place was replaced since this was last set to False.
     """
 
     def __init__(self) -> None:
+        self.outgrown = False
         self._places: dict[Signature, Place] = {}
 
     def place(self, name: Signature, tensor: Tensor) -> Place:
@@ -47,6 +51,7 @@ class Statics:
         size = tensor.numel() * tensor.element_size()
         place = self._places.get(name)
         if place is None or place.memory.numel() < size or place.memory.device != tensor.device:
+            self.outgrown |= place is not None
             place = self._places[name] = Place(torch.zeros(size, dtype=torch.uint8, device=tensor.device))
         return place
 

@@ -203,6 +203,7 @@ def planned_setting(model: str, revision: str | None, setting: Setting, work: Wo
         tokens=work.batch_size * work.length,
         rows=work.batch_size,
         padded=work.padded and work.batch_size > 1,  # every other row is
+        shapes=2 if work.padded else 1,
         micro_batches=work.accumulation,
         num_layers=setting.num_layers,
         device=setting.device,

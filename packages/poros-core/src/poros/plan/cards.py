@@ -24,7 +24,8 @@ class Card:
         tflops: bf16 matrix products, as reached on a decoder layer at 512 tokens.
         memory_gb_s: Its own memory, as reached by elementwise kernels.
         kernel_us: Time of a small kernel in a recorded graph.
-        context_gb: What a process takes of it beside torch's own memory: context, kernels, recorded graphs.
+        context_gb: What a process takes of it beside torch's own memory and recorded graphs: context, kernels.
+        graph_mb: What the driver takes for a recorded graph, of a block and one direction.
         workspace_gb: cuBLAS's workspaces: for the stream that computes and that which records, one each for the thread
             of the forward and that of the backward pass; see `validation/peaks.py`.
         pages_gb: What torch's allocator holds in pages that are half in use, between tensors that came and went: 0.21
@@ -38,7 +39,8 @@ class Card:
     tflops: float
     memory_gb_s: float
     kernel_us: float = 1.84
-    context_gb: float = 0.83
+    context_gb: float = 0.8
+    graph_mb: float = 0.45
     workspace_gb: float = 4 * 33_554_432 / 1e9
     pages_gb: float = 0.3
 

@@ -12,6 +12,7 @@ from poros.dimensions import ModelDimensions, Values, text_values
 from poros.errors import BudgetError, UnsupportedError
 from poros.plan.adapters import ranks_of
 from poros.plan.cards import Card
+from poros.plan.graphs import LENGTHS_APART
 from poros.plan.job import Job
 from poros.plan.memory import device_components
 from poros.plan.search import CHOICES, Plan, best_plan, size_text, smallest_plan
@@ -57,6 +58,7 @@ def make_job(
     graphs: bool,
     rows: int = 1,
     padded: bool = False,
+    shapes: int | None = None,
     towers: int = 0,
 ) -> Job:
     """The job that a run's settings describe.
@@ -70,13 +72,18 @@ def make_job(
         graphs: Whether CUDA graphs can be recorded.
         rows: Of a micro-batch.
         padded: Whether rows may be padded.
+        shapes: Batch shapes that micro-batches may have. By default one, and with padding all multiples of 8 tokens,
+            with a mask and without.
         towers: Bytes on the device of parts that text never reaches.
     """
+    if shapes is None:
+        shapes = 2 * -(-tokens // rows // LENGTHS_APART) if padded else 1
     return Job(
         dimensions=dimensions,
         tokens=tokens,
         rows=rows,
         padded=padded,
+        shapes=shapes,
         towers=towers,
         dropout=lora.dropout > 0,
         micro_batches=micro_batches,

@@ -32,6 +32,7 @@ class Job:
         block_size: Layers of a block.
         graphs: Whether blocks are run by recorded CUDA graphs.
         padded: Whether rows may be padded, for which layers are given masks.
+        shapes: Batch shapes that its micro-batches may have: lengths, with a mask or without.
         towers: Bytes on the device of parts that text never reaches, in a model that has them.
     """
 
@@ -45,6 +46,7 @@ class Job:
     block_size: int = 1
     graphs: bool = True
     padded: bool = False
+    shapes: int = 1
     towers: int = 0
 
     @cached_property

@@ -8,11 +8,13 @@ save, for one token. Tests hold predictions against the runs of validation/.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
 
 from poros.config import StreamConfig
 from poros.dimensions import LayerDimensions, aligned
 from poros.plan.cards import Card
+from poros.plan.graphs import graphs_kept, keeping_blocks, takes_out
 from poros.plan.job import BF16, FLOAT32, Job
 
 SLACK = 0.01
@@ -34,8 +36,7 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
     resident = job.resident(stream.resident)
     moving = [size for block, size in enumerate(job.block_bytes) if block not in resident]
     slots = aligned(max(moving)) * min(stream.slots, len(moving)) if moving else 0
-    takes_out = job.graphs and (stream.restore_once or job.by_block(stream)) and bool(moving or stream.recompute)
-    restored = restored_bytes(job) if takes_out else 0
+    restored = restored_bytes(job) if takes_out(job, stream) and (moving or stream.recompute) else 0
     travels = head_travels(job, stream)
     on_host = stream.embedding == "host"
     embedding_stays = not on_host or (dimensions.tied and not travels)
@@ -53,9 +54,9 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
         "moments": 2 * job.adapter_bytes if stream.optimizer == "device" else _room(job, stream),
         "activations of a block": block_activation_bytes(job, stream),
         "kept activations": kept_bytes(job, stream),
-        # One byte each: of every micro-batch that is under way, and those that graphs read.
-        "masks": job.together(stream) * (1 + job.graphs) * job.mask_elements,
-        "graphs of further shapes": (job.together(stream) - 1) * shape_bytes(job),
+        # One byte each: of every micro-batch that is under way, and the one that graphs read.
+        "masks": (job.together(stream) + job.graphs) * job.mask_elements,
+        "recorded graphs": round(card.graph_mb * 1e6) * graphs_kept(job, stream),
     }
     if travels:
         # One piece of memory has two uses by turns.
@@ -74,8 +75,13 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
         at_the_loss["gradients"] = gradients  # of the micro-batches before it
     at_the_update = {"gradients": gradients, "update": min(update, job.adapter_bytes)}
     parts |= at_the_loss if sum(at_the_loss.values()) > sum(at_the_update.values()) else at_the_update
-    parts["allocator"] = round(card.pages_gb * 1e9 + SLACK * (sum(parts.values()) - parts["context"]))
+    parts["allocator"] = round(card.pages_gb * 1e9 + SLACK * (sum(parts.values()) - outside_torch(parts)))
     return parts
+
+
+def outside_torch(parts: Mapping[str, int]) -> int:
+    """Bytes among a plan's components that the driver takes, not torch: context and recorded graphs."""
+    return parts["context"] + parts["recorded graphs"]
 
 
 def _room(job: Job, stream: StreamConfig) -> int:
@@ -163,12 +169,14 @@ def transient_bytes(layer: LayerDimensions, hidden: int, tokens: int) -> int:
 def block_activation_bytes(job: Job, stream: StreamConfig) -> int:
     """Bytes that running one block again and differentiating it takes: of the recorded graphs, or of eager kernels."""
     if job.keeps_everything(stream):
-        return 2 * job.hidden_bytes
-    return _fullest_block(job, takes_out=job.graphs and (stream.restore_once or job.by_block(stream)))
+        if not job.graphs:
+            return 2 * job.hidden_bytes
+        return 4 * job.hidden_bytes + max(sum(job.adapters[layer] for layer in block) for block in job.blocks)
+    return _fullest_block(job, takes_out(job, stream))
 
 
 @cache
-def _fullest_block(job: Job, takes_out: bool) -> int:
+def _fullest_block(job: Job, outside: bool) -> int:
     hidden = job.dimensions.hidden
     needed = []
     for block in job.blocks:
@@ -177,29 +185,13 @@ def _fullest_block(job: Job, takes_out: bool) -> int:
         adapters = sum(job.adapters[i] for i in block)
         transient = max(transient_bytes(layer, hidden, job.tokens) for layer in layers)
         weights = max(BF16 * rows * columns for layer in layers for rows, columns in layer.linears.values())
-        needed.append(kept + transient + (0 if takes_out else weights) + 2 * adapters)
+        needed.append(kept + transient + (0 if outside else weights) + 2 * adapters)
     return max(needed) + 4 * job.hidden_bytes
-
-
-def shape_bytes(job: Job) -> int:
-    """Bytes of the graphs of one more batch shape: a block's input, output and adapters, with their gradients.
-
-    Rows that are padded make micro-batches of several lengths. What happens in between has one memory in all graphs.
-    """
-    adapters = max(sum(job.adapters[layer] for layer in block) for block in job.blocks)
-    return 4 * job.hidden_bytes + 2 * adapters if job.graphs and job.padded else 0
 
 
 def kept_bytes(job: Job, stream: StreamConfig) -> int:
     """Bytes of activations that resident blocks keep; with several micro-batches they are run again after all."""
     return sum(_kept_by_block(job)[block] for block in keeping_blocks(job, stream))
-
-
-def keeping_blocks(job: Job, stream: StreamConfig) -> frozenset[int]:
-    """Which blocks keep their activations."""
-    if stream.recompute or job.by_block(stream):
-        return frozenset()
-    return job.resident(stream.resident)
 
 
 @cache
@@ -208,8 +200,8 @@ def _kept_by_block(job: Job) -> tuple[int, ...]:
     for block in job.blocks:
         total = job.hidden_bytes
         for index in block:
-            layer, adapters = job.dimensions.layers[index], job.adapters[index]
-            total += activation_bytes(job, index) + masked_bytes(job, layer) + (adapters if job.graphs else 0)
+            layer = job.dimensions.layers[index]
+            total += activation_bytes(job, index) + masked_bytes(job, layer)
         kept.append(total)
     return tuple(kept)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from poros.config import StreamConfig
 from poros.errors import BudgetError
 from poros.plan.cards import Card
+from poros.plan.graphs import MOST_GRAPHS, graphs_kept, keeping_blocks, stay_recorded
 from poros.plan.job import Job
 from poros.plan.memory import device_components, host_components
 from poros.plan.seconds import Seconds, step_seconds
@@ -50,7 +51,8 @@ class Plan:
         seconds: Of a step.
         budget_bytes: What was to be kept to; None if it is only described.
         tokens: Of a micro-batch, for which it was made.
-        together: Micro-batches that are on their way at a time, each of a shape of its own at worst.
+        together: Micro-batches that are on their way at a time.
+        max_graphs: How many recorded graphs may be kept.
     """
 
     stream: StreamConfig
@@ -60,6 +62,7 @@ class Plan:
     budget_bytes: int | None = None
     tokens: int | None = None
     together: int = 1
+    max_graphs: int = MOST_GRAPHS
 
     @property
     def device_bytes(self) -> int:
@@ -114,6 +117,7 @@ def describe(job: Job, stream: StreamConfig, card: Card, budget_bytes: int | Non
         budget_bytes,
         job.tokens,
         job.together(stream),
+        graphs_kept(job, stream),
     )
 
 
@@ -194,6 +198,10 @@ def best_plan(
     all_is_fastest = job.micro_batches == 1 or "recompute" not in fixed or base.recompute
 
     def fits(stream: StreamConfig) -> bool:
+        # Keeping activations takes graphs of its own for every block, and recording them over and over takes longer
+        # than running blocks again.
+        if "recompute" in free and keeping_blocks(job, stream) and not stay_recorded(job, stream):
+            return False
         if sum(device_components(job, stream, card).values()) > budget_bytes:
             return False
         return host_bytes is None or sum(host_components(job, stream).values()) <= host_bytes

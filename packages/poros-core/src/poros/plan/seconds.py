@@ -13,8 +13,9 @@ from typing import Literal
 
 from poros.config import StreamConfig
 from poros.plan.cards import Card
+from poros.plan.graphs import keeping_blocks, takes_out
 from poros.plan.job import FLOAT32, Job
-from poros.plan.memory import activation_bytes, head_travels, keeping_blocks
+from poros.plan.memory import activation_bytes, head_travels
 
 KERNELS_FORWARD = 120
 """Small kernels of a layer's forward pass, an assumption; a card's `kernel_us` is fitted to it."""
@@ -138,7 +139,7 @@ def _layer_seconds(job: Job, index: int, card: Card) -> tuple[float, float]:
 def step_seconds(job: Job, stream: StreamConfig, card: Card) -> Seconds:
     """The time of an optimizer step."""
     resident, keeping = job.resident(stream.resident), keeping_blocks(job, stream)
-    takes_out = job.graphs and (stream.restore_once or job.by_block(stream))
+    outside = takes_out(job, stream)
     together = job.together(stream)
     times = job.micro_batches // together
     moves = len(resident) < len(job.blocks)
@@ -148,17 +149,17 @@ def step_seconds(job: Job, stream: StreamConfig, card: Card) -> Seconds:
     forward = backward = forward_alone = backward_alone = 0.0
     for number, block in enumerate(block_seconds(job, card)):
         keeps = number in keeping
-        once = 1 if takes_out and not keeps else together
+        once = 1 if outside and not keeps else together
         there = together * block.forward + once * block.restoring
         # Restored for the recompute and for the gradients; a block that was taken out is restored once for both.
         again = 0.0 if keeps else block.forward
-        restorings = once if takes_out or keeps else 2 * once
+        restorings = once if outside or keeps else 2 * once
         back = together * (again + block.backward) + restorings * block.restoring
         forward, backward = forward + there, backward + back
         if stream.slots == 1 and number not in resident:
             # The next block can't come before this one was taken out, or before it was done with.
-            forward_alone += block.restoring if takes_out else there
-            backward_alone += block.restoring if takes_out else back
+            forward_alone += block.restoring if outside else there
+            backward_alone += block.restoring if outside else back
 
     to_blocks, to_head, to_boundaries = _copied_parts(job, stream)
     back_share = to_boundaries / times / link

@@ -25,9 +25,11 @@ def rehearse(
     rows: int,
     tokens: int,
     micro_batches: int,
+    *,
+    padded: bool = True,
     marks: Sequence[str] = (),
 ) -> bool:
-    """Run the forward and backward passes of one optimizer step, with full rows and with padded ones.
+    """Run the forward and backward passes of one optimizer step, with full rows and, if there are any, padded ones.
 
     Args:
         model: A streamed peft model.
@@ -35,6 +37,7 @@ def rehearse(
         rows: Of a micro-batch.
         tokens: Of the longest row, padding included.
         micro_batches: Per optimizer step.
+        padded: Whether rows may be padded.
         marks: Further inputs that the class must be given; zeros.
 
     Returns:
@@ -48,8 +51,8 @@ def rehearse(
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device=device)
     inputs = {"input_ids": ids, "labels": ids, **dict.fromkeys(marks, ids)}
     # Full rows get no mask from transformers, padded ones do: other kernels, and other graphs.
-    full, padded = torch.ones_like(ids), torch.ones_like(ids)
-    padded[:, 1:][:, -1:] = 0
+    full, shorter = torch.ones_like(ids), torch.ones_like(ids)
+    shorter[:, 1:][:, -1:] = 0
 
     states = {where: rng_state(where) for where in {torch.device("cpu"), device}}
     was_training = model.training
@@ -60,7 +63,7 @@ def rehearse(
         # Room for what the optimizer will have from its first step on.
         moments = 0 if engine.plan is None else engine.plan.device["moments"]
         reserved = torch.empty(moments, dtype=torch.uint8, device=device)
-        for mask in (full, padded):
+        for mask in (full, shorter) if padded else (full,):
             engine.accumulate([partial(micro_step, {**inputs, "attention_mask": mask})] * micro_batches)
         del reserved
     except torch.OutOfMemoryError as error:

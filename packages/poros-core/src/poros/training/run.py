@@ -138,15 +138,16 @@ def _planned(
     listener: Listener,
 ) -> Plan | None:
     """The plan for the budget of a run, at its longest row; None without a budget."""
-    longest = _longest(config, lots)
+    widths, padded = row_widths(config, lots)
     plan = planned(
         config.stream,
         architecture,
         read_config(directory),
         config.lora,
-        tokens=config.training.batch_size * longest,
+        tokens=config.training.batch_size * max(widths),
         rows=config.training.batch_size,
-        padded=True,
+        padded=padded,
+        shapes=len(widths) * (1 + padded),
         micro_batches=config.training.accumulation,
         device=device,
     )
@@ -156,10 +157,13 @@ def _planned(
     return plan
 
 
-def _longest(config: RunConfig, lots: Sequence[Prepared]) -> int:
-    """Tokens of the longest row, padding included."""
+def row_widths(config: RunConfig, lots: Sequence[Prepared]) -> tuple[set[int], bool]:
+    """Tokens that the rows of a batch may have, padding included, and whether any of them are padding."""
     multiple = config.data.pad_to_multiple_of
-    return max(-(-len(row.input_ids) // multiple) * multiple for lot in lots for row in lot.rows)
+    lengths = {len(row.input_ids) for lot in lots for row in lot.rows}
+    widths = {-(-length // multiple) * multiple for length in lengths}
+    side_by_side = config.training.batch_size > 1 and len(lengths) > 1
+    return widths, side_by_side or not lengths <= widths
 
 
 def read_tokenizer(directory: Path) -> Any:
@@ -259,10 +263,12 @@ def _run(
     trainer.remove_callback(PrinterCallback)  # it prints every log as a dict; the listener shows them
 
     if engine_of(model).plan is not None and device.type == "cuda":
-        part, tokens = config.training, _longest(config, [rows])
-        listener.note(f"rehearsing a step with rows of {tokens} tokens")
+        part, (widths, padded) = config.training, row_widths(config, [rows])
+        listener.note(f"rehearsing a step with rows of {max(widths)} tokens")
         marks = text_marks(causal_lm(model))
-        if not rehearse(model, trainer.rehearsal_step, part.batch_size, tokens, part.accumulation, marks):
+        if not rehearse(
+            model, trainer.rehearsal_step, part.batch_size, max(widths), part.accumulation, padded=padded, marks=marks
+        ):
             listener.note(
                 "there was no room to record graphs for the longest row: such rows take longer than planned, with the "
                 "same numbers; give a larger vram, and please report a plan that is wrong"
