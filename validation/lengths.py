@@ -55,6 +55,8 @@ def main() -> None:
         model = get_peft_model(random_resident(architecture, shape.config, device, arguments.layers), lora_config(part))
         make_adapters_count(model, 0)
         longest = -(-arguments.longest // multiple) * multiple
+        draw = random.Random(0)
+        rows_of = [draw.randint(64, arguments.longest) for _ in range(arguments.steps)]
         plan = planned(
             StreamConfig(**stream),
             architecture,
@@ -62,6 +64,7 @@ def main() -> None:
             part,
             tokens=longest,
             padded=True,
+            shapes=len({-(-length // multiple) for length in rows_of}),
             num_layers=arguments.layers,
             device=device,
         )
@@ -73,11 +76,10 @@ def main() -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()  # building the model took more than training it does
         optimizer = adamw_for(engine)(list(adapters_of(model).values()), lr=1e-4)
-        draw, ids = random.Random(0), torch.Generator().manual_seed(0)
+        ids = torch.Generator().manual_seed(0)
         model.train()
         seconds, recorded, lengths, process = [], [], [], []
-        for _ in range(arguments.steps):
-            length = draw.randint(64, arguments.longest)
+        for length in rows_of:
             padded = -(-length // multiple) * multiple
             rows = torch.randint(0, shape.config["vocab_size"], (1, padded), generator=ids).to(device)
             mask = (torch.arange(padded, device=device) < length).long()[None]
