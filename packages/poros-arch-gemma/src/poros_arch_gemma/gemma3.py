@@ -10,7 +10,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, Unsupported, gated_layer, uniform_model
+from poros import (
+    Architecture,
+    ModelDimensions,
+    ParityCase,
+    PublishedShape,
+    Unsupported,
+    gated_layer,
+    uniform_model,
+    windows_of,
+)
 
 # 96 is no square: the embedding scale sqrt(96) is rounded to bf16, which shows when it isn't.
 TINY = {
@@ -62,8 +71,14 @@ def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
         head_norm=head_dim,
         biases=("q_proj", "k_proj", "v_proj", "o_proj") if values.get("attention_bias") else (),
     )
+    every = values.get("sliding_window_pattern", 6)
     return uniform_model(
-        layer, values, vocabulary=262208, tied=True, has_softcap=values.get("final_logit_softcapping") is not None
+        layer,
+        values,
+        vocabulary=262208,
+        tied=True,
+        has_softcap=values.get("final_logit_softcapping") is not None,
+        windows=windows_of(values, window=4096, is_sliding=lambda index: (index + 1) % every != 0),
     )
 
 

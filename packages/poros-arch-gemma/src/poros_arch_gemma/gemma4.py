@@ -103,7 +103,10 @@ def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
         if per_layer:
             linears |= {"per_layer_input_gate": (per_layer, hidden), "per_layer_projection": (hidden, per_layer)}
             vectors["post_per_layer_input_norm"] = hidden
-        layers.append(dataclasses.replace(layer, linears=linears, vectors=vectors, buffers={"layer_scalar": 1}))
+        window = None if is_global else values.get("sliding_window", 512)
+        layers.append(
+            dataclasses.replace(layer, linears=linears, vectors=vectors, buffers={"layer_scalar": 1}, window=window)
+        )
     width = count * per_layer
     return ModelDimensions(
         layers=layers,

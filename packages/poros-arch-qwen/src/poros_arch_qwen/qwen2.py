@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer, uniform_model
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer, uniform_model, windows_of
 
 TINY = {
     "model_type": "qwen2",
@@ -37,7 +37,10 @@ def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
         key_value=values.get("num_key_value_heads", 32) * head_dim,
         biases=("q_proj", "k_proj", "v_proj"),
     )
-    return uniform_model(layer, values, vocabulary=151936, tied=False)
+    first = values.get("max_window_layers", 28)
+    slides = values.get("use_sliding_window", False) and values.get("sliding_window", 4096) is not None
+    windows = windows_of(values, window=4096, is_sliding=lambda index: index >= first) if slides else None
+    return uniform_model(layer, values, vocabulary=151936, tied=False, windows=windows)
 
 
 def _shape(size: str, hidden: int, inner: int, layers: int, heads: int, kv: int, parameters: int) -> PublishedShape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer, uniform_model
+from poros import Architecture, ModelDimensions, ParityCase, PublishedShape, gated_layer, uniform_model, windows_of
 
 # head_dim is not hidden_size / num_attention_heads, as in several of the released sizes.
 TINY = {
@@ -39,7 +39,10 @@ def dimensions(values: Mapping[str, Any]) -> ModelDimensions:
         head_norm=head_dim,
         biases=("q_proj", "k_proj", "v_proj", "o_proj") if values.get("attention_bias") else (),
     )
-    return uniform_model(layer, values, vocabulary=151936, tied=False)
+    first = values.get("max_window_layers", 28)
+    slides = values.get("use_sliding_window", False) and values.get("sliding_window", 4096) is not None
+    windows = windows_of(values, window=4096, is_sliding=lambda index: index >= first) if slides else None
+    return uniform_model(layer, values, vocabulary=151936, tied=False, windows=windows)
 
 
 def _shape(size: str, hidden: int, inner: int, layers: int, heads: int, parameters: int) -> PublishedShape:

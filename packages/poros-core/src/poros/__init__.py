@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from poros.architecture import Architecture, ParityCase, PublishedShape, Unsupported
-from poros.dimensions import LayerDimensions, ModelDimensions, gated_layer, uniform_model
+from poros.dimensions import LayerDimensions, ModelDimensions, gated_layer, uniform_model, windows_of
 from poros.errors import PorosError
 from poros.hookspecs import hookimpl
 
@@ -42,6 +42,7 @@ __all__ = [
     "hookimpl",
     "load",
     "uniform_model",
+    "windows_of",
 ]
 
 

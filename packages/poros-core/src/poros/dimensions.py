@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +40,7 @@ class LayerDimensions:
         buffers: Persistent buffers: name -> elements. They don't count as parameters.
         query: Width of all query heads together.
         key_value: Width of all key heads together.
+        window: Tokens that a query sees at most; None if it sees all before it.
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -46,6 +48,7 @@ class LayerDimensions:
     query: int
     key_value: int
     buffers: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    window: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -188,8 +191,29 @@ def gated_layer(
     return LayerDimensions(linears=linears, vectors=vectors, query=query, key_value=key_value)
 
 
+def windows_of(values: Values, *, window: int, is_sliding: Callable[[int], bool]) -> list[int | None]:
+    """How far each layer looks back, as `LayerDimensions.window` has it.
+
+    Args:
+        values: Of the text part of a `config.json`.
+        window: Of the layers that have one, where the values don't say.
+        is_sliding: Layer -> whether it has one, where the values have no `layer_types`.
+    """
+    width = values.get("sliding_window", window)
+    kinds = values.get("layer_types")
+    layers = range(values["num_hidden_layers"])
+    slides = [is_sliding(layer) if kinds is None else kinds[layer] == "sliding_attention" for layer in layers]
+    return [width if one else None for one in slides]
+
+
 def uniform_model(
-    layer: LayerDimensions, values: Values, *, vocabulary: int, tied: bool, has_softcap: bool = False
+    layer: LayerDimensions,
+    values: Values,
+    *,
+    vocabulary: int,
+    tied: bool,
+    has_softcap: bool = False,
+    windows: Sequence[int | None] | None = None,
 ) -> ModelDimensions:
     """A model whose layers all have the same sizes, with one norm behind them.
 
@@ -199,9 +223,13 @@ def uniform_model(
         vocabulary: Tokens, where the values don't say.
         tied: Whether head and embedding are one, where the values don't say.
         has_softcap: Whether the final logits are capped.
+        windows: How far each layer looks back; by default as far as `layer` does.
     """
+    if windows is None:
+        windows = (layer.window,) * values["num_hidden_layers"]
+    of_window = {window: dataclasses.replace(layer, window=window) for window in windows}
     return ModelDimensions(
-        layers=(layer,) * values["num_hidden_layers"],
+        layers=tuple(of_window[window] for window in windows),
         hidden=values["hidden_size"],
         vocabulary=values.get("vocab_size", vocabulary),
         tied=values.get("tie_word_embeddings", tied),

@@ -17,11 +17,12 @@ from poros.architecture import Architecture
 from poros.engine.engine import engine_of
 from poros.engine.replay import Results
 from poros.plan.fit import dimensions_of
-from poros.plan.graphs import graphs_of_shape
+from poros.plan.graphs import graphs_kept, graphs_of_shape, graphs_taking_out
 from poros.plan.job import Job
 from poros.plugins import Plugins
 from poros.testing.graphs import HostGraphs, backward, evaluated, gradients, models, same, step
 from poros.testing.transfers import Adversary
+from poros.training.batches import batch_shapes
 
 CPU = torch.device("cpu")
 
@@ -207,7 +208,7 @@ def test_within_a_budget_the_graphs_of_shorter_rows_go_when_a_longer_one_comes(
     assert executor.num_eager == 0
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "gemma4"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -229,7 +230,6 @@ def test_a_plan_knows_how_many_graphs_a_shape_has(
     families: dict[str, Architecture],
     plugins: Plugins,
 ) -> None:
-    """Sorts that differ in the kind of attention alone aside, which this model has as many of as of sizes."""
     directory = checkpoint(family, {})
     stock, streamed, executor = models(directory, plugins, families[family], **options)
     executor._restore_once = restore_once
@@ -243,6 +243,7 @@ def test_a_plan_knows_how_many_graphs_a_shape_has(
     )
     recorded = sum(map(len, executor._shapes.values()))
     assert 0 < recorded == graphs_of_shape(job, stream)
+    assert sum(map(len, executor._takings.values())) == graphs_taking_out(job, stream)
 
 
 def test_a_kernel_that_differs_at_some_lengths_only(
@@ -283,7 +284,7 @@ def test_graphs_of_other_shapes_make_room(
         ids = torch.randint(3, 100, (1, length))
         assert same(step(stock, ids), step(streamed, ids)), length
         found.append((len(executor._shapes), executor.num_without_room, executor.num_eager > 0))
-    assert found == [(1, 0, False), (2, 0, False), (1, 0, True), (1, 0, True), (2, 0, True)]
+    assert found == [(1, 0, False), (2, 0, False), (1, 1, True), (1, 1, True), (2, 1, True)]
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -311,3 +312,69 @@ def test_no_room_means_eager(
             assert same(step(stock, ids), step(streamed, ids))
     assert caplog.text.count("no room to record graphs for 1 x 8 x 64") == 1
     assert executor.num_recorded == 0
+    assert (len(executor._shapes), executor.statics.nbytes) == (0, 0)
+    assert not executor._alive, "static memory that nobody replays from"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("options", [{}, {"resident": 2, "recompute": False}, {"resident": "all", "recompute": False}])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_in_the_second_epoch_nothing_is_recorded(
+    family: str,
+    options: dict[str, Any],
+    batch_size: int,
+    fusing: None,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+) -> None:
+    """All graphs of a run's batches are there then, if as many are kept as are planned for them."""
+    directory = checkpoint(family, {})
+    stock, streamed, executor = models(directory, plugins, families[family], **options)
+    lengths = [16, 14, 8, 7, 7, 6, 3] if batch_size == 1 else [16, 16, 14, 9, 8, 8, 7, 5, 3]
+    shapes = batch_shapes(lengths, batch_size, 8)
+    job = Job(
+        dimensions=dimensions_of(families[family], json.loads((directory / "config.json").read_text())),
+        tokens=shapes.longest * batch_size,
+        rows=batch_size,
+        padded=shapes.padded,
+        shapes=shapes.number,
+    )
+    executor._max_graphs = graphs_kept(job, engine_of(streamed).config)
+    recorded = []
+    for _ in range(2):
+        for start in range(0, len(lengths), batch_size):
+            rows = lengths[start : start + batch_size]
+            width = -(-max(rows) // 8) * 8
+            ids = torch.randint(3, 100, (len(rows), width))
+            mask = torch.tensor([[1] * length + [0] * (width - length) for length in rows])
+            inputs = {"attention_mask": mask}
+            assert same(step(stock, ids, **inputs), step(streamed, ids, **inputs)), rows
+        recorded.append(executor.num_recorded)
+    assert recorded[0] == recorded[1] > 0
+    assert len(executor._shapes) == shapes.number
+    assert sum(map(len, executor._shapes.values())) == executor._max_graphs
+
+
+@pytest.mark.parametrize("full_first", [True, False])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_a_mask_that_comes_moves_nothing_else(
+    family: str,
+    full_first: bool,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+    plugins: Plugins,
+) -> None:
+    """Within a budget, where graphs go whose memory was outgrown, those of full and of padded rows both stay."""
+    stock, streamed, executor = models(checkpoint(family, {}), plugins, families[family])
+    executor.bounded = True
+    ids = torch.randint(3, 100, (1, 12))
+    padded = torch.ones_like(ids)
+    padded[0, -2:] = 0
+    masks = [torch.ones_like(ids), padded]
+    recorded = []
+    for mask in (masks if full_first else masks[::-1]) * 2:
+        assert same(step(stock, ids, attention_mask=mask), step(streamed, ids, attention_mask=mask))
+        recorded.append(executor.num_recorded)
+    assert recorded[1] == recorded[3] > recorded[0]
+    assert len(executor._shapes) == 2

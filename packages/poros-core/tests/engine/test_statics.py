@@ -47,3 +47,13 @@ def test_a_larger_tensor_gets_another_place_and_the_old_one_lives_on() -> None:
     assert statics.place(("x",), torch.zeros(2)) is new
     statics.forget()
     assert statics.nbytes == 0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_places_that_grow(exact: bool) -> None:
+    """Where rows get longer and longer, few places are left behind, unless there is no room for more than is asked."""
+    statics = Statics(exact)
+    made = {id(place): place for size in range(1, 101) for place in [statics.place(("x",), torch.zeros(size))]}
+    assert len(made) == (100 if exact else 8)
+    assert statics.nbytes == 4 * (100 if exact else 128)
+    assert statics.outgrown

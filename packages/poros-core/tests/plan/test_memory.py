@@ -192,16 +192,30 @@ def poros_families() -> list[Architecture]:
     return list(load_plugins().architectures())
 
 
-def test_masks_of_padded_rows(checkpoint: Callable[..., Path], families: dict[str, Architecture]) -> None:
-    """What autograd keeps of a layer more than without padding, against torch's own count."""
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("family", "window"), [("qwen2", None), ("gemma3", 4), ("gemma3", 24), ("gemma3", 25), ("gemma4", 4)]
+)
+def test_masks_of_rows(
+    family: str,
+    window: int | None,
+    padded: bool,
+    checkpoint: Callable[..., Path],
+    families: dict[str, Architecture],
+) -> None:
+    """What autograd keeps of a layer more than without a mask, against torch's own count. A layer whose window is no
+    longer than the row has one in any case."""
     from transformers import AutoModelForCausalLM
 
-    directory = checkpoint("qwen2", {})
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     ids = torch.arange(2 * 24).view(2, 24)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = []
-    for padding in (0, 3):
+    for given, padding in ((None, 0), (window, 3 if padded else 0)):
+        values: dict[str, Any] = {} if window is None else {"sliding_window": given or 256}
+        if family == "gemma4":
+            values["num_global_key_value_heads"] = 2  # a single one is repeated without a copy
+        directory = checkpoint(family, values)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         mask = torch.ones_like(ids)
         mask[:, 24 - padding :] = 0
         saved: dict[int, torch.Tensor] = {}
@@ -215,8 +229,11 @@ def test_masks_of_padded_rows(checkpoint: Callable[..., Path], families: dict[st
             output = model.model(input_ids=ids, attention_mask=mask, use_cache=False)
         kept.append(sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in weights))
         del output
-    job = job_of(directory, families["qwen2"], tokens=48, rows=2, padded=True)
-    assert kept[1] - kept[0] == sum(masked_bytes(job, layer) for layer in job.dimensions.layers) > 0
+    job = job_of(directory, families[family], tokens=48, rows=2, padded=padded)
+    expected = sum(masked_bytes(job, layer) for layer in range(len(job.dimensions.layers)))
+    assert kept[1] - kept[0] == expected
+    assert (expected > 0) == (padded or (family != "qwen2" and window != 25))
+    assert job.masks == (padded + (family != "qwen2" and (padded or window != 25)))
 
 
 def test_padding_takes_memory() -> None:
@@ -230,5 +247,4 @@ def test_padding_takes_memory() -> None:
     assert many["activations of a block"] > few["activations of a block"]
     kept = StreamConfig(resident="all", recompute=False)
     few, many = (device_components(job, kept, CARD) for job in (plain, padded))
-    layer = plain.dimensions.layers[0]
-    assert many["kept activations"] - few["kept activations"] == len(plain.blocks) * masked_bytes(padded, layer)
+    assert many["kept activations"] - few["kept activations"] == len(plain.blocks) * masked_bytes(padded, 0)

@@ -17,7 +17,7 @@ from poros.dimensions import ModelDimensions, gated_layer
 from poros.errors import BudgetError, ConfigError
 from poros.plan.cards import CARDS, Card, card_named, find_card
 from poros.plan.fit import fit, fixed_settings, make_job, stock_bytes
-from poros.plan.graphs import MOST_GRAPHS, graphs_kept, graphs_of_shape, stay_recorded
+from poros.plan.graphs import MOST_GRAPHS, graphs_kept, graphs_of_shape, graphs_taking_out, may_keep, stay_recorded
 from poros.plan.job import Job
 from poros.plan.memory import device_components, host_components, outside_torch
 from poros.plan.search import CHOICES, best_plan, curve, describe, smallest_plan
@@ -46,7 +46,7 @@ def published(shape: str, **values: Any) -> Job:
 
 
 def every_stream(job: Job) -> list[StreamConfig]:
-    """Brute force: the whole space, whatever is in it."""
+    """Brute force: the whole space, but for kept activations whose graphs would be recorded over and over."""
     names = [name for name in CHOICES if name != "slots"]
     streams = []
     for values in itertools.product(*(CHOICES[name] for name in names)):
@@ -57,25 +57,45 @@ def every_stream(job: Job) -> list[StreamConfig]:
             streams += [
                 StreamConfig(**chosen, slots=slots, resident=resident) for resident in range(len(job.blocks) + 1)
             ]
-    return streams
+    return [stream for stream in streams if may_keep(job, stream)]
 
 
 MIXED = [gated_layer(hidden=512, inner=1024 if index % 3 else 4096, query=512, key_value=256) for index in range(6)]
 """Layers of several sizes, as in Gemma 4."""
 
+LOOKING_BACK = [dataclasses.replace(SMALL.layers[0], window=16 if index % 3 else None) for index in range(6)]
+"""Layers that differ in how far they look back, as in Gemma 3."""
+
 
 @pytest.mark.parametrize(
-    ("change", "block_size"), [({}, 1), ({}, 6), ({"tied": True}, 2), ({"layers": MIXED}, 1), ({"shares": True}, 1)]
+    ("change", "block_size", "shapes"),
+    [
+        ({}, 1, 1),
+        ({}, 6, 1),
+        ({"tied": True}, 2, 1),
+        ({"layers": MIXED}, 1, 1),
+        ({"shares": True}, 1, 1),
+        ({}, 1, 60),
+        ({}, 1, 300),
+        ({"layers": MIXED}, 1, 60),
+        ({"layers": LOOKING_BACK}, 2, 60),
+    ],
 )
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_no_combination_is_faster_than_the_plan(
-    micro_batches: int, change: dict[str, Any], block_size: int, graphs: bool
+    micro_batches: int, change: dict[str, Any], block_size: int, shapes: int, graphs: bool
 ) -> None:
     dimensions = ModelDimensions(**{**vars(SMALL), **change})
     graphs = graphs and not dimensions.shares
     job = Job(
-        dimensions=dimensions, tokens=64, micro_batches=micro_batches, rank=4, graphs=graphs, block_size=block_size
+        dimensions=dimensions,
+        tokens=64,
+        micro_batches=micro_batches,
+        rank=4,
+        graphs=graphs,
+        block_size=block_size,
+        shapes=shapes,
     )
     costs = [
         (sum(device_components(job, stream, TIGHT).values()), step_seconds(job, stream, TIGHT).step)
@@ -91,6 +111,9 @@ def test_no_combination_is_faster_than_the_plan(
         assert plan.device_bytes <= budget
         assert plan.seconds.step == pytest.approx(min(time for memory, time in costs if memory <= budget))
     assert best_plan(job, TIGHT, smallest - 1) is None
+    assert fit(job, TIGHT, smallest, StreamConfig()).device_bytes == smallest
+    with pytest.raises(BudgetError):
+        fit(job, TIGHT, smallest - 1, StreamConfig())
 
 
 def test_of_equally_fast_plans_it_is_the_one_with_less_gpu_time() -> None:
@@ -333,7 +356,8 @@ def test_activations_are_kept_where_their_graphs_stay_recorded() -> None:
         plan = best_plan(job, CARDS["h200"], 24 * 10**9)
         assert plan is not None
         assert plan.max_graphs == graphs_kept(job, plan.stream) <= MOST_GRAPHS
-        assert plan.device["recorded graphs"] == plan.max_graphs * CARDS["h200"].graph_mb * 1e6
+        graphs = plan.max_graphs + graphs_taking_out(job, plan.stream)
+        assert plan.device["recorded graphs"] == graphs * CARDS["h200"].graph_mb * 1e6
         assert stay_recorded(job, plan.stream)
         kept[job.shapes] = not plan.stream.recompute
     assert kept == {2: True, 128: False}

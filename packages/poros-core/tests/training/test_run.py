@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from poros.testing.checkpoints import make_checkpoint, make_tokenizer
 from poros.training.data import collator, prepare
 from poros.training.output import ADAPTER, save_adapter
 from poros.training.progress import StepRecord
-from poros.training.run import row_widths, train
+from poros.training.run import train
 from poros.training.trainer import StreamedTrainer, training_arguments
 
 CPU = torch.device("cpu")
@@ -91,24 +90,6 @@ def settings(ready: tuple[Path, Path], out: Path, **values: Any) -> Any:
             **values,
         },
     )
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rows", "expected"),
-    [
-        ([16, 16], 4, ({16}, False)),
-        ([16, 15], 1, ({16}, True)),
-        ([16, 24], 1, ({16, 24}, False)),
-        ([16, 24], 2, ({16, 24}, True)),
-        ([3, 9, 10, 64], 1, ({8, 16, 64}, True)),
-    ],
-)
-def test_what_is_known_of_the_rows_of_a_run(
-    lengths: list[int], rows: int, expected: tuple[set[int], bool], ready: tuple[Path, Path], tmp_path: Path
-) -> None:
-    config = settings(ready, tmp_path / "out", **{"training.batch_size": rows})
-    prepared = [SimpleNamespace(rows=[SimpleNamespace(input_ids=[0] * length)]) for length in lengths]
-    assert row_widths(config, prepared) == expected  # type: ignore[arg-type]
 
 
 def test_a_run_leaves_an_adapter_a_receipt_a_config_and_a_curve(

@@ -30,6 +30,7 @@ def attach(
     plugins: Plugins | None = None,
     transfer: Transfer | None = None,
     plan: Plan | None = None,
+    padded: bool = True,
     **stream: Unpack[StreamOptions],
 ) -> nn.Module:
     """Make a model that you have already built stream: one line on an existing peft script.
@@ -40,6 +41,8 @@ def attach(
         plugins: Loaded plugins; all installed ones by default.
         transfer: How blocks travel; the device's usual way by default.
         plan: A plan that was made and is enforced by the caller; `stream` isn't looked at then.
+        padded: Whether rows may be padded and differ in length. A plan counts with masks and with graphs of many batch
+            shapes then, and lets no block keep its activations if there are too many of them.
         stream: What lives where, in the words of `stream` in a run's config: slots, resident, head and so on. With
             `vram` and `tokens` it is planned: `vram="12GB", tokens=2048`. The optimizer is your own; a plan counts with
             its moments on the device unless you say `optimizer="host"` and use `poros.HostAdamW`.
@@ -79,7 +82,7 @@ def attach(
             architecture,
             base.config.to_dict(),
             lora,
-            padded=True,
+            padded=padded,
             device=parts.device,
             fixed=OWN_LOOP,
             towers=bytes_on(parts.device, towers_of(base, architecture)),

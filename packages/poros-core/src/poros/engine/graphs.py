@@ -74,7 +74,8 @@ class GraphExecutor(EagerExecutor):
         record_seconds: Time that took.
         num_replays: Blocks run by replaying.
         num_eager: Blocks run again eagerly for want of a graph.
-        num_without_room: Times that the card had no room for the graphs of a batch shape.
+        num_without_room: Times that the card had no room for the graphs of a batch shape, or none beside those of
+            others.
         buffers: Where blocks are taken out to.
         statics: What replays read and leave.
         latest_pass: Number of the forward pass that has last run a block.
@@ -109,11 +110,11 @@ class GraphExecutor(EagerExecutor):
         self._shapes: OrderedDict[Signature, ShapeGraphs] = OrderedDict()
         self._alive: weakref.WeakSet[ShapeGraphs] = weakref.WeakSet()  # those of batches under way included
         self.buffers = Buffers(arena)
-        self.statics = Statics()
+        self.statics = Statics(exact=bounded)
         self._copies = Copies(self.buffers, fuse)
         self._takings: dict[Signature, dict[int, Callable[[], None]]] = {}
         self._pool, self._taking_pool, self._chain_pool = Pool(), Pool(), Pool()
-        self._tried: dict[Signature, bool] = {}
+        self._given_up: set[Signature] = set()  # batch shapes without graphs, and without memory for them
         self._hooked: set[int] = set()
         self._layouts = [
             tuple((id(template.packing), self._kinds[start + position]) for position, template in enumerate(block))
@@ -149,17 +150,20 @@ class GraphExecutor(EagerExecutor):
         except CannotRecordError as error:
             log.warning("running eagerly: %s", error)
             return plain
+        if graphs is None:
+            return plain
         if graphs.stale:
             for kind, call in zip(self._kinds, calls, strict=True):
                 graphs.place(kind, call)
             self._record_missing(graphs)
         if graphs.full:
+            self._given_up.add(self._shapes.popitem()[0])  # the one last used
             return plain
         self._passes += 1
         return GraphBatch(calls=plain.calls, versions=plain.versions, graphs=graphs, number=self._passes)
 
-    def _graphs_for(self, hidden: Tensor, calls: Sequence[Call], repeated: bool) -> ShapeGraphs:
-        """The graphs of a batch shape; empty ones for a new shape."""
+    def _graphs_for(self, hidden: Tensor, calls: Sequence[Call], repeated: bool) -> ShapeGraphs | None:
+        """The graphs of a batch shape, empty ones for a new shape; None if it was given up."""
         by_kind = calls_by_kind(self._kinds, calls, self._starts)
         chained = bool(self.keeping) and not repeated
         restore_once = repeated or self._restore_once
@@ -170,6 +174,8 @@ class GraphExecutor(EagerExecutor):
             switches_signature(hidden.device),
             tuple((kind, signature) for kind, (_, signature) in by_kind.items()),
         )
+        if key in self._given_up:
+            return None
         if key not in self._shapes:
             needed = max(map(len, self._shapes.values()), default=0)
             while self._shapes and sum(map(len, self._shapes.values())) + needed > self._max_graphs:
@@ -187,8 +193,6 @@ class GraphExecutor(EagerExecutor):
 
     def _record_missing(self, graphs: ShapeGraphs) -> None:
         """Record what isn't there yet; `graphs` is full afterwards if the card has no room for it."""
-        if graphs.full:
-            return
         wanted: dict[Signature, list[int]] = {}
         chain: dict[int, Slot] = {}
         for block in range(len(self)):
@@ -228,9 +232,9 @@ class GraphExecutor(EagerExecutor):
             graphs.chain.clear()
             graphs.full = not self._drop_others(graphs)
             self._renew_pools()
+            self.num_without_room += 1
             if not graphs.full:
                 return
-            self.num_without_room += 1
             if not any(shape.recorded for shape in self._alive):
                 self._takings.clear()
                 self._copies.forget()

@@ -47,6 +47,7 @@ def load(
     transfer: Transfer | None = None,
     name: str | None = None,
     plan: Plan | None = None,
+    padded: bool = True,
     progress: Callable[[int, int], None] | None = None,
     **stream: Unpack[StreamOptions],
 ) -> Any:
@@ -67,6 +68,8 @@ def load(
         transfer: How blocks travel; the device's usual way by default.
         name: What the adapter's config calls the base; `model` by default.
         plan: A plan that was made and is enforced by the caller; `stream` isn't looked at then.
+        padded: Whether rows may be padded and differ in length. A plan counts with masks and with graphs of many batch
+            shapes then, and lets no block keep its activations if there are too many of them.
         progress: Called with (bytes read, bytes in all).
         stream: What lives where, in the words of `stream` in a run's config: slots, resident, head and so on. With
             `vram` and `tokens` it is planned: `vram="12GB", tokens=2048`. The optimizer is your own; a plan counts with
@@ -101,7 +104,7 @@ def load(
             values,
             lora_part(lora),
             num_layers=num_layers,
-            padded=True,  # nothing is known of the rows
+            padded=padded,
             device=where,
             fixed=OWN_LOOP,
         )

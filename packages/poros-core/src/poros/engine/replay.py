@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -290,14 +291,18 @@ def new_shape(
     places: dict[str, list[Place]] = {kind: [] for kind in calls}
     for kind, call in calls.items():
 
-        def own(tensor: Tensor, kind: str = kind) -> Tensor:
-            places[kind].append(statics.place((kind, len(places[kind])), tensor))
-            return places[kind][-1].like(tensor)
+        def own(name: str | int, value: Any, kind: str = kind) -> Any:
+            numbers = itertools.count()  # of the tensors in one argument
 
-        args = map_tensors(call.args, own)
-        kwargs = {
-            name: value if name in IGNORED_ARGUMENTS else map_tensors(value, own) for name, value in call.kwargs.items()
-        }
+            def place(tensor: Tensor) -> Tensor:
+                # Named by its argument: whether rows have a mask moves none of the others.
+                places[kind].append(statics.place((kind, name, next(numbers)), tensor))
+                return places[kind][-1].like(tensor)
+
+            return map_tensors(value, place)
+
+        args = tuple(own(index, value) for index, value in enumerate(call.args))
+        kwargs = {name: value if name in IGNORED_ARGUMENTS else own(name, value) for name, value in call.kwargs.items()}
         static[kind] = Call(args, kwargs)
     like = torch.empty_like(hidden, memory_format=torch.contiguous_format, device="meta")
     of_input, of_gradient, of_output = (

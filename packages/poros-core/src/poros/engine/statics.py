@@ -38,12 +38,17 @@ class Statics:
 
     A place that is too small is replaced; the graphs that use it keep the old one until they are gone themselves.
 
+    Args:
+        exact: Whether places are never larger than asked for. Otherwise one that is replaced has at least twice the
+            room, so that rows that get longer and longer don't leave a place behind for every length.
+
     Attributes:
         outgrown: Whether a place was replaced since this was last set to False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
         self.outgrown = False
+        self._exact = exact
         self._places: dict[Signature, Place] = {}
 
     def place(self, name: Signature, tensor: Tensor) -> Place:
@@ -52,6 +57,8 @@ class Statics:
         place = self._places.get(name)
         if place is None or place.memory.numel() < size or place.memory.device != tensor.device:
             self.outgrown |= place is not None
+            if place is not None and place.memory.device == tensor.device and not self._exact:
+                size = max(size, 2 * place.memory.numel())
             place = self._places[name] = Place(torch.zeros(size, dtype=torch.uint8, device=tensor.device))
         return place
 

@@ -31,7 +31,7 @@ class Job:
         dropout: Whether the adapters' inputs have dropout.
         block_size: Layers of a block.
         graphs: Whether blocks are run by recorded CUDA graphs.
-        padded: Whether rows may be padded, for which layers are given masks.
+        padded: Whether rows may be padded.
         shapes: Batch shapes that its micro-batches may have: lengths, with a mask or without.
         towers: Bytes on the device of parts that text never reaches, in a model that has them.
     """
@@ -91,8 +91,22 @@ class Job:
 
     @property
     def mask_elements(self) -> int:
-        """Elements of one micro-batch's attention mask, [rows, 1, length, length]; 0 if rows aren't padded."""
-        return self.tokens * (self.tokens // self.rows) if self.padded else 0
+        """Elements of an attention mask of one micro-batch, [rows, 1, length, length]."""
+        return self.tokens * (self.tokens // self.rows)
+
+    def is_masked(self, layer: int) -> bool:
+        """Whether a layer is given a mask: where rows are padded, or as long as its window.
+
+        Source: `transformers.masking_utils._ignore_causal_mask_sdpa`.
+        """
+        window = self.dimensions.layers[layer].window
+        return self.padded or (window is not None and self.tokens // self.rows >= window)
+
+    @cached_property
+    def masks(self) -> int:
+        """Masks of one micro-batch: layers that look back equally far share one."""
+        layers = self.dimensions.layers
+        return len({layers[layer].window for layer in range(len(layers)) if self.is_masked(layer)})
 
     def keeps_everything(self, stream: StreamConfig) -> bool:
         """Whether every block stays and keeps its activations."""

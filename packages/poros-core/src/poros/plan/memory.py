@@ -14,7 +14,7 @@ from functools import cache
 from poros.config import StreamConfig
 from poros.dimensions import LayerDimensions, aligned
 from poros.plan.cards import Card
-from poros.plan.graphs import graphs_kept, keeping_blocks, takes_out
+from poros.plan.graphs import graphs_kept, graphs_taking_out, keeping_blocks, takes_out
 from poros.plan.job import BF16, FLOAT32, Job
 
 SLACK = 0.01
@@ -55,8 +55,8 @@ def device_components(job: Job, stream: StreamConfig, card: Card) -> dict[str, i
         "activations of a block": block_activation_bytes(job, stream),
         "kept activations": kept_bytes(job, stream),
         # One byte each: of every micro-batch that is under way, and the one that graphs read.
-        "masks": (job.together(stream) + job.graphs) * job.mask_elements,
-        "recorded graphs": round(card.graph_mb * 1e6) * graphs_kept(job, stream),
+        "masks": (job.together(stream) + job.graphs) * job.masks * job.mask_elements,
+        "recorded graphs": round(card.graph_mb * 1e6) * (graphs_kept(job, stream) + graphs_taking_out(job, stream)),
     }
     if travels:
         # One piece of memory has two uses by turns.
@@ -153,11 +153,13 @@ def activation_bytes(job: Job, index: int) -> int:
     return tokens * (floats + halves + dropped)
 
 
-def masked_bytes(job: Job, layer: LayerDimensions) -> int:
+def masked_bytes(job: Job, index: int) -> int:
     """Bytes that autograd keeps of one layer beside them, where it is given a mask: that mask in bf16, and keys and
-    values as wide as the queries."""
-    repeated = 2 * (layer.query - layer.key_value) * job.tokens if job.padded else 0
-    return BF16 * (job.mask_elements + repeated)
+    values as wide as the queries. A single key head is counted so too, though repeating it takes no memory."""
+    if not job.is_masked(index):
+        return 0
+    layer = job.dimensions.layers[index]
+    return BF16 * (job.mask_elements + 2 * (layer.query - layer.key_value) * job.tokens)
 
 
 def transient_bytes(layer: LayerDimensions, hidden: int, tokens: int) -> int:
@@ -181,7 +183,7 @@ def _fullest_block(job: Job, outside: bool) -> int:
     needed = []
     for block in job.blocks:
         layers = [job.dimensions.layers[i] for i in block]
-        kept = sum(activation_bytes(job, i) + masked_bytes(job, job.dimensions.layers[i]) for i in block)
+        kept = sum(activation_bytes(job, i) + masked_bytes(job, i) for i in block)
         adapters = sum(job.adapters[i] for i in block)
         transient = max(transient_bytes(layer, hidden, job.tokens) for layer in layers)
         weights = max(BF16 * rows * columns for layer in layers for rows, columns in layer.linears.values())
@@ -200,8 +202,7 @@ def _kept_by_block(job: Job) -> tuple[int, ...]:
     for block in job.blocks:
         total = job.hidden_bytes
         for index in block:
-            layer = job.dimensions.layers[index]
-            total += activation_bytes(job, index) + masked_bytes(job, layer)
+            total += activation_bytes(job, index) + masked_bytes(job, index)
         kept.append(total)
     return tuple(kept)
 

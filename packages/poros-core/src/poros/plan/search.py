@@ -17,7 +17,7 @@ from typing import Any, Literal
 from poros.config import StreamConfig
 from poros.errors import BudgetError
 from poros.plan.cards import Card
-from poros.plan.graphs import MOST_GRAPHS, graphs_kept, keeping_blocks, stay_recorded
+from poros.plan.graphs import MOST_GRAPHS, graphs_kept, may_keep
 from poros.plan.job import Job
 from poros.plan.memory import device_components, host_components
 from poros.plan.seconds import Seconds, step_seconds
@@ -198,9 +198,7 @@ def best_plan(
     all_is_fastest = job.micro_batches == 1 or "recompute" not in fixed or base.recompute
 
     def fits(stream: StreamConfig) -> bool:
-        # Keeping activations takes graphs of its own for every block, and recording them over and over takes longer
-        # than running blocks again.
-        if "recompute" in free and keeping_blocks(job, stream) and not stay_recorded(job, stream):
+        if "recompute" in free and not may_keep(job, stream):
             return False
         if sum(device_components(job, stream, card).values()) > budget_bytes:
             return False
@@ -258,6 +256,8 @@ def smallest_plan(
     # Where every block stays, neither slots nor restored weights are needed: with few blocks that may be the least.
     counts = (base.resident,) if "resident" in fixed else (0, "all")
     streams = [c.model_copy(update={"resident": n}) for c in candidates(job, base, free) for n in counts]
+    if "recompute" in free:
+        streams = [stream for stream in streams if may_keep(job, stream)]
     if host_bytes is not None:
         needs = [sum(host_components(job, stream).values()) for stream in streams]
         streams = [stream for stream, need in zip(streams, needs, strict=True) if need <= host_bytes]

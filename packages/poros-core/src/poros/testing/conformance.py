@@ -211,7 +211,10 @@ class ArchitectureConformance:
         config = read_model_config(directory, self.architecture)
         text = config.get_text_config()
         skeleton = build_skeleton(config, self.architecture, CPU, None, directory)
-        packings = make_packings(skeleton.layers, self.architecture.layer_kinds(text))
+        kinds = self.architecture.layer_kinds(text)
+        packings = make_packings(skeleton.layers, kinds)
+        assert [dimensions.layers.index(layer) for layer in dimensions.layers] == [kinds.index(kind) for kind in kinds]
+        assert {layer.window for layer in dimensions.layers} <= {None, getattr(text, "sliding_window", None)}
         assert [layer.nbytes for layer in dimensions.layers] == [packing.nbytes for packing in packings]
         assert [layer.restored_bytes for layer in dimensions.layers] == [
             sum(aligned(2 * math.prod(linear or field.shape)) for field, linear in restored_fields(places, packing))
@@ -226,11 +229,8 @@ class ArchitectureConformance:
         assert dimensions.tied == config.tie_word_embeddings
         assert dimensions.has_softcap == (self.architecture.final_softcap(text) is not None)
         assert dimensions.shares == self.architecture.has_side_outputs(text)
-        matrices = (1 if dimensions.tied else 2) * dimensions.vocabulary * dimensions.hidden
-        sizes = (*dimensions.tables.values(), *dimensions.outer_linears.values())
-        assert outer_elements(skeleton, dimensions.outer_linears, dimensions.tied) == (
-            sum(map(math.prod, sizes)) + matrices + dimensions.outer_vectors
-        )
+        outer = dimensions.parameters - sum(layer.parameters for layer in dimensions.layers)
+        assert outer_elements(skeleton, dimensions.outer_linears, dimensions.tied) == outer
 
     def test_a_model_with_random_weights_computes_something(self, case: ParityCase) -> None:
         """Published shapes are checked and timed with random weights, and NaN is equal to nothing."""

@@ -33,7 +33,8 @@ from poros.plan.search import Plan
 from poros.plugins import Plugins
 from poros.provenance import host_peak_bytes, provenance
 from poros.receipt import DTYPE_POLICY, Receipt
-from poros.training.data import Prepared, collator, prepare, render_report
+from poros.training.batches import BatchShapes, batch_shapes
+from poros.training.data import Prepared, TokenRow, collator, prepare, render_report
 from poros.training.output import (
     LOSS_CURVE,
     RECEIPT,
@@ -138,17 +139,18 @@ def _planned(
     listener: Listener,
 ) -> Plan | None:
     """The plan for the budget of a run, at its longest row; None without a budget."""
-    widths, padded = row_widths(config, lots)
+    part, (trained, *_) = config.training, lots
+    every = _batch_shapes(config, [row for lot in lots for row in lot.rows])
     plan = planned(
         config.stream,
         architecture,
         read_config(directory),
         config.lora,
-        tokens=config.training.batch_size * max(widths),
-        rows=config.training.batch_size,
-        padded=padded,
-        shapes=len(widths) * (1 + padded),
-        micro_batches=config.training.accumulation,
+        tokens=part.batch_size * every.longest,
+        rows=part.batch_size,
+        padded=every.padded,
+        shapes=_batch_shapes(config, trained.rows).number,  # an evaluation records no graphs
+        micro_batches=part.accumulation,
         device=device,
     )
     if plan is not None:
@@ -157,13 +159,9 @@ def _planned(
     return plan
 
 
-def row_widths(config: RunConfig, lots: Sequence[Prepared]) -> tuple[set[int], bool]:
-    """Tokens that the rows of a batch may have, padding included, and whether any of them are padding."""
-    multiple = config.data.pad_to_multiple_of
-    lengths = {len(row.input_ids) for lot in lots for row in lot.rows}
-    widths = {-(-length // multiple) * multiple for length in lengths}
-    side_by_side = config.training.batch_size > 1 and len(lengths) > 1
-    return widths, side_by_side or not lengths <= widths
+def _batch_shapes(config: RunConfig, rows: Sequence[TokenRow]) -> BatchShapes:
+    lengths = [len(row.input_ids) for row in rows]
+    return batch_shapes(lengths, config.training.batch_size, config.data.pad_to_multiple_of)
 
 
 def read_tokenizer(directory: Path) -> Any:
@@ -263,11 +261,16 @@ def _run(
     trainer.remove_callback(PrinterCallback)  # it prints every log as a dict; the listener shows them
 
     if engine_of(model).plan is not None and device.type == "cuda":
-        part, (widths, padded) = config.training, row_widths(config, [rows])
-        listener.note(f"rehearsing a step with rows of {max(widths)} tokens")
-        marks = text_marks(causal_lm(model))
+        part, shapes = config.training, _batch_shapes(config, rows.rows)
+        listener.note(f"rehearsing a step with rows of {shapes.longest} tokens")
         if not rehearse(
-            model, trainer.rehearsal_step, part.batch_size, max(widths), part.accumulation, padded=padded, marks=marks
+            model,
+            trainer.rehearsal_step,
+            part.batch_size,
+            shapes.longest,
+            part.accumulation,
+            padded=shapes.padded,
+            marks=text_marks(causal_lm(model)),
         ):
             listener.note(
                 "there was no room to record graphs for the longest row: such rows take longer than planned, with the "
