@@ -199,9 +199,16 @@ class EagerExecutor:
 
     @contextmanager
     def visiting(self, block: int, phase: Phase) -> Iterator[Visit]:
-        """Use a block, for as long as that takes."""
-        with self._streamer.visit(block, phase) as lease, ExitStack() as bindings:
-            yield self._visit(block, lease, bindings)
+        """Use a block, for as long as that takes. Nobody else gets to change it meanwhile."""
+        watches = [template.watch for template in self._blocks[block]]
+        for watch in watches:
+            watch.hold(True)
+        try:
+            with self._streamer.visit(block, phase) as lease, ExitStack() as bindings:
+                yield self._visit(block, lease, bindings)
+        finally:
+            for watch in watches:
+                watch.hold(False)
 
     def check_unchanged(self, block: int, signature: BlockSignature) -> None:
         """Refuse a backward pass through a block that isn't as it was in the forward pass.

@@ -152,9 +152,16 @@ class LayerWatch:
         self._dropouts: list[nn.Module] = []
         self._seen: list[Any] | None = None
         self._signature: LayerSignature | None = None
+        self._held = self._is_current = False
+
+    def hold(self, held: bool) -> None:
+        """Say that nothing changes the layer from now on, so that one look is enough, or that anything may again."""
+        self._held, self._is_current = held, False
 
     def signature(self) -> LayerSignature:
         """The layer's signature as it is now."""
+        if self._is_current and self._signature is not None:
+            return self._signature
         if self._signature is None or self._look() != self._seen:
             self._modules = list(self._layer.modules())
             self._parameters = list(self._layer.parameters())
@@ -162,6 +169,7 @@ class LayerWatch:
             self._dropouts = [module for module in self._modules if _dropout(module) is not None]
             self._signature = LayerSignature.of(self._layer)
             self._seen = self._look()
+        self._is_current = self._held
         return self._signature
 
     def parameters(self) -> list[nn.Parameter]:
