@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -72,17 +73,38 @@ def provenance() -> Provenance:
     )
 
 
-def host_ram_bytes() -> int:
-    """Bytes of RAM this process may use: the machine's, or less where a control group says so."""
+def host_ram_bytes(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of RAM this process may use: the machine's, or less where a control group says so.
+
+    Args:
+        groups: Names the groups that the process is in: `id:controllers:path`, a line each.
+        root: Where the hierarchies of groups are mounted.
+    """
     import psutil
 
     total = int(psutil.virtual_memory().total)
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for file in _limits_of_groups(groups, root):
         try:
-            total = min(total, int(Path(path).read_text()))
-        except (OSError, ValueError):
+            total = min(total, int(file.read_text()))
+        except (OSError, ValueError):  # no such group seen from in here, or no limit: "max"
             continue
     return total
+
+
+def _limits_of_groups(groups: Path, root: Path) -> Iterator[Path]:
+    """The files that limit memory: of each group that the process is in and of all groups around it."""
+    hierarchies = {root: ("memory.max", [Path()]), root / "memory": ("memory.limit_in_bytes", [Path()])}
+    try:
+        lines = groups.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        base = root if not controllers else root / "memory" if "memory" in controllers.split(",") else None
+        if base is not None:
+            inside = Path(path.lstrip("/"))
+            hierarchies[base][1].extend((inside, *inside.parents))
+    for base, (name, folders) in hierarchies.items():
+        yield from (base / folder / name for folder in folders)
 
 
 def host_peak_bytes() -> int:
