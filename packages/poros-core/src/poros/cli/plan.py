@@ -31,7 +31,7 @@ def plan(
     ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of the longest row.")] = 1024,
     padded: Annotated[
-        bool, typer.Option("--padded/--unpadded", help="Whether rows may be padded, as in `poros train`.")
+        bool, typer.Option("--padded/--unpadded", help="Whether rows may be padded and differ in length.")
     ] = True,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
